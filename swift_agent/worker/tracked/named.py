@@ -111,7 +111,9 @@ def check(pending: Pending, *, overlap_update: bool = False, replicas: Sequence[
             why = f"{type(error).__name__}: {error}"
             mistakes.append(f"{name} is a {type(other).__name__} whose state_dict() fails ({why}): leave it out")
     if not mistakes:
-        mistakes += unsupported.mistakes_of_models(pending["models"], pending["others"].values(), alone=alone)
+        mistakes += unsupported.mistakes_of_models(
+            pending["models"], pending["optimizers"].values(), pending["others"].values(), alone=alone
+        )
     if not mistakes and pending["models"]:
         try:
             # Describing it once finds what cannot be sent, while nothing is lost yet.

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from swift_agent.torch_private import ddp as torch_ddp
 from swift_agent.torch_private import fsdp as torch_fsdp
+from swift_agent.worker.tracked.hook_state import kept_by_hook
 
 _HSDP = "use torch.distributed.fsdp.fully_shard on a mesh of two dimensions (replicate, shard)"
 _EACH_TIME = "reduce gradients in each iteration (plain DistributedDataParallel does)"
@@ -66,7 +67,9 @@ def mistakes_of_optimizer(name: str, optimizer: Any) -> list[str]:
     return []
 
 
-def mistakes_of_models(models: Mapping[str, nn.Module], others: Iterable[Any], *, alone: bool) -> list[str]:
+def mistakes_of_models(
+    models: Mapping[str, nn.Module], optimizers: Iterable[Any], others: Iterable[Any], *, alone: bool
+) -> list[str]:
     """*alone*: the script says that no other rank holds the same."""
     mistakes = []
     for name, model in models.items():
@@ -76,13 +79,18 @@ def mistakes_of_models(models: Mapping[str, nn.Module], others: Iterable[Any], *
             )
     ddps = {id(m): m for model in models.values() for m in model.modules() if isinstance(m, DistributedDataParallel)}
     tracked = {*map(id, others), *ddps}  # ours has the module
+    parts = [part for one in models.values() for part in (*one.modules(), *one.parameters(), *one.buffers())]
+    in_hooks = {*tracked, *map(id, parts), *map(id, optimizers)}
     for module in ddps.values():
         for hook, state in torch_ddp.comm_hooks(module):
-            kind = type(state).__name__
-            if kind == "PostLocalSGDState" and not alone:
+            if alone:
+                continue
+            is_none = isinstance(state, dist.ProcessGroup | None) or id(state) in tracked
+            kind = kept_by_hook(hook, in_hooks) if is_none else type(state).__name__
+            if kind == "PostLocalSGDState":
                 how = f"{_EACH_TIME}, {_OR_ALONE}"
                 mistakes.append(f"post_localSGD_hook, with which ranks hold different parameters: {how}")
-            elif not alone and not isinstance(state, dist.ProcessGroup | None) and id(state) not in tracked:
+            elif kind:
                 mistakes.append(
                     f"the communication hook {getattr(hook, '__name__', hook)} of DistributedDataParallel has a state "
                     f"on each rank (a {kind}), which a replacement would lack: use one without, as fp16_compress_hook"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
+import functools
 import gc
 import importlib.util
+import logging
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
@@ -172,6 +175,102 @@ def test_communication_hooks(world: None) -> None:
     ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     text = refused(ddp)
     assert "powerSGD_hook" in text and "(a PowerSGDState), which a replacement would lack" in text
+
+
+class Compressor:
+    """With the error of what it has sent, as many have it."""
+
+    def __init__(self) -> None:
+        self.errors: dict[int, Any] = {}
+
+    def hook(self, state: Any, bucket: Any) -> Any:
+        self.errors[bucket.index()] = bucket.buffer()
+        return state
+
+    def __call__(self, state: Any, bucket: Any) -> Any:
+        return self.hook(state, bucket)
+
+
+ERRORS: dict[int, Any] = {}
+SETTINGS = argparse.Namespace(scale=2.0, ranks=[0, 1])
+
+
+def with_an_error(errors: Any, state: Any, bucket: Any) -> Any:
+    errors[0] = bucket
+
+
+def in_a_closure() -> Any:
+    errors: dict[int, Any] = {}
+
+    def hook(state: Any, bucket: Any) -> Any:
+        errors[0] = bucket
+
+    return hook
+
+
+def counted() -> Any:
+    calls = 0
+
+    def hook(state: Any, bucket: Any) -> Any:
+        nonlocal calls
+        calls += 1
+
+    return hook
+
+
+def with_a_default(state: Any, bucket: Any, errors: Any = {}) -> Any:  # noqa: B006 (the mistake in question)
+    errors[0] = bucket
+
+
+def in_a_global(state: Any, bucket: Any) -> Any:
+    with_an_error(ERRORS, state, bucket)
+
+
+def around(scale: Any, inner: Any = None) -> Any:
+    return lambda state, bucket: bucket if inner is None else inner(state, scale)
+
+
+KEEPING = {
+    "closure": in_a_closure(), "count": counted(), "method": Compressor().hook, "object": Compressor(),
+    "partial": functools.partial(with_an_error, {}), "default": with_a_default, "global": in_a_global,
+    "tensor": around(torch.zeros(2)), "inside of another": around(1.0, in_a_closure()),
+    "counts in settings": functools.partial(with_an_error, argparse.Namespace(n=1)),
+    "library": around(torch.Generator()),
+}  # fmt: skip
+
+
+def registered(hook: Any, model: nn.Module | None = None) -> DDP:
+    ddp = DDP(model or nn.Linear(2, 2))
+    ddp._comm_hooks.append((hook, None))  # as register_comm_hook does, which minds annotations
+    return ddp
+
+
+@pytest.mark.parametrize("kind", KEEPING)
+def test_communication_hooks_that_keep_something_elsewhere(world: None, kind: str) -> None:
+    """A replacement's error begins at zero, and survivors add theirs twice."""
+    assert "which a replacement would lack" in refused(registered(KEEPING[kind]))
+    model = registered(KEEPING[kind])
+    optimizers = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    named.check({"models": {"model": model}, "optimizers": optimizers, "others": {}}, replicas=[0])
+
+
+def test_communication_hooks_that_only_read(world: None) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    def reads(state: Any, bucket: Any) -> Any:
+        scale = SETTINGS.scale * len(SETTINGS.ranks) / dist.get_world_size()
+        return torch.futures.Future[Any](), scale, logging.getLogger("hook")
+
+    net = nn.Linear(2, 2)
+    kind = torch.float16
+    for hook in (
+        reads, default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook,
+        default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook), around((1.0, kind), reads),
+        around(net), around(net.weight), around([0, 1]), functools.partial(reads, None), lambda state, bucket: net,
+    ):  # fmt: skip
+        accepted(registered(hook, net))
+    wrapped = default_hooks.fp16_compress_wrapper(in_a_closure())
+    assert "has a state on each rank (a dict)" in refused(registered(wrapped))
 
 
 SCRIPT = """
