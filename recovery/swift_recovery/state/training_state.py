@@ -95,9 +95,11 @@ class TrainingState:
     def replicated_tensors(self) -> list[Tensor]:
         """Parameters and tensors of optimizer state, of sharded ones the part that is here: what replicas hold alike
         (buffers, as of BatchNorm, need not)."""
-        tensors: list[Tensor] = [local_of(parameter) for parameter in self.parameters()]
+        parameters = self.parameters()
+        tensors: list[Tensor] = [local_of(parameter) for parameter in parameters]
         for optimizer in self.optimizers.values():
-            entries = [optimizer.state.get(parameter, {}) for parameter in _optimizer_parameters(optimizer)]
+            # In the order of the models: a group that was made of a set has another one in each process.
+            entries = [optimizer.state.get(parameter, {}) for parameter in parameters]
             for entry in (*entries, state_of_none(optimizer)):
                 tensors += [local_of(value) for _, value in stateful.leaves(entry) if isinstance(value, Tensor)]
         return tensors
@@ -178,6 +180,7 @@ class TrainingState:
                 ) from error
         # After the others: a scheduler's load_state_dict may write a learning rate of its own.
         for name, optimizer in self.optimizers.items():
+            _arrange(optimizer, tree["optimizers"][name], self.parameter_names())
             install_optimizer(optimizer, _optimizer_parameters(optimizer), tree["optimizers"][name])
         return tree["extra"]
 
@@ -306,11 +309,11 @@ def _bind_optimizer(
         raise StateError(f"optimizer '{name}': {tree['kind']} at the source, {kind} here; {_SAME_SCRIPT}")
     held = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
     theirs = [group["params"] for group in tree["groups"]]
-    if held != theirs:
+    if list(map(sorted, held)) != list(map(sorted, theirs)):
         raise StateError(
             f"optimizer '{name}': its parameter groups hold {_first_difference(theirs, held)}; {_SAME_SCRIPT}"
         )
-    parameters = _optimizer_parameters(optimizer)
+    parameters = [parameter for group in _arranged(optimizer, tree, names) for parameter in group]
     for index, entry in tree["state"].items():
         parameter = parameters[index]
         existing = optimizer.state.get(parameter, {})
@@ -321,6 +324,22 @@ def _bind_optimizer(
         device = group["params"][0].device if group["params"] else torch.device("cpu")
         for key, slot in _slots(new["values"]):
             slot.wish(group.get(key), device, taken)
+
+
+def _arranged(optimizer: Optimizer, tree: dict[str, Any], names: dict[int, str]) -> list[list[Tensor]]:
+    """The parameters of its groups, in the order that they have at the source."""
+    arranged = []
+    for group, new in zip(optimizer.param_groups, tree["groups"], strict=True):
+        by_name = {names[id(parameter)]: parameter for parameter in group["params"]}
+        arranged.append([by_name[name] for name in new["params"]])
+    return arranged
+
+
+def _arrange(optimizer: Optimizer, tree: dict[str, Any], names: dict[int, str]) -> None:
+    """Give the parameters of its groups that order: a group that was made of a set has another one in each process. It
+    matters to an optimizer that adds up over its parameters."""
+    for group, parameters in zip(optimizer.param_groups, _arranged(optimizer, tree, names), strict=True):
+        group["params"][:] = parameters
 
 
 def _first_difference(theirs: list[list[str]], mine: list[list[str]]) -> str:

@@ -64,6 +64,9 @@ class OverlappedUpdates(UpdateTracker):
             for parameter in group["params"]
             if parameter.requires_grad
         ]
+        # By the models: a group that was made of a set has another order on each rank.
+        order = {one: number for number, one in enumerate(names)}
+        self.members.sort(key=lambda member: order[id(member.parameter)])
         self._numbers = {id(member.parameter): number for number, member in enumerate(self.members)}
         self._attempt = 0
         self._done: set[int] = set()

@@ -172,6 +172,56 @@ def test_empty_optimizer_state_clears_the_receivers() -> None:
         incoming.commit()
 
 
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_order_inside_of_a_group_is_that_of_the_source(name: str, staged: bool) -> None:
+    """A group of a set of parameters has another order in each process; the state follows its parameter."""
+
+    def made(seed: int, order: list[int]) -> tuple[nn.Module, Any, TrainingState]:
+        torch.manual_seed(seed)
+        net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1))
+        some = list(net[:2].parameters())
+        groups = [{"params": [some[index] for index in order]}, {"params": net[2].parameters(), "weight_decay": 0.1}]
+        optimizer = OPTIMIZERS[name](groups)
+        return net, optimizer, TrainingState({"net": net}, {"optimizer": optimizer})
+
+    def train(net: nn.Module, optimizer: Any) -> None:
+        optimizer.zero_grad()
+        net(torch.linspace(0, 1, 12).view(3, 4)).square().mean().backward()
+        optimizer.step()
+
+    source, source_optimizer, theirs = made(1, [3, 0, 2, 1])
+    fresh, fresh_optimizer, mine = made(2, [0, 1, 2, 3])
+    for _ in range(3):
+        train(source, source_optimizer)
+    outgoing = theirs.collect()
+    incoming = mine.prepare(outgoing.manifest, staged)
+    transfer(outgoing, incoming)
+    incoming.commit()
+    for _ in range(3):
+        names, groups = mine.parameter_names(), fresh_optimizer.param_groups
+        assert [names[id(p)] for p in groups[0]["params"]] == [
+            theirs.parameter_names()[id(p)] for p in source_optimizer.param_groups[0]["params"]
+        ]
+        assert checksum(mine.replicated_tensors()) == checksum(theirs.replicated_tensors())
+        train(source, source_optimizer)
+        train(fresh, fresh_optimizer)
+
+
+def test_checksums_do_not_depend_on_the_order_inside_of_a_group() -> None:
+    """A survivor's is its own for ever."""
+    sums = []
+    for order in ([0, 1, 2, 3], [3, 2, 0, 1]):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        parameters = list(net.parameters())
+        optimizer = torch.optim.Adam([parameters[index] for index in order])
+        net(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        sums.append(checksum(TrainingState({"net": net}, {"optimizer": optimizer}).replicated_tensors()))
+    assert sums[0] == sums[1]
+
+
 def test_a_learning_rate_tensor_keeps_its_identity() -> None:
     source, other = Worker(1, "adam_fused", steps=2), Worker(2, "adam_fused", steps=1)
     rates = [group["lr"] for group in other.optimizer.param_groups]
