@@ -15,7 +15,7 @@ from swift_agent.ctl.steer import POLL_S, who
 from swift_rendezvous.node import drain_orders
 from swift_rendezvous.roster.draining import is_handed_over, needs_state, progress_of
 from swift_rendezvous.roster.keys import Keys
-from swift_rendezvous.roster.losses import spares
+from swift_rendezvous.roster.losses import absent_handovers, spares
 from swift_rendezvous.roster.records import DrainRecord
 from swift_rendezvous.roster.view import View
 from swift_rendezvous.store.etcd_config import EtcdConfig
@@ -142,6 +142,9 @@ def _judge(view: View, node: str, incarnation: str, slot: int | None) -> Outcome
         owner = generation.slots[slot] if generation is not None and slot is not None else None
         if owner is None:
             return Outcome("drained", f"node {node} has left; it had no slot", slot)
+        if any(one.incarnation == incarnation for one in absent_handovers(view).values()):
+            why = f"its lease in etcd is gone, but it may still hold the state of slot {slot} and come back"
+            return Outcome("waiting", f"node {node}: {why}", slot)
         if owner.incarnation != incarnation:
             return Outcome("drained", f"node {node} has left, {owner.node_id} has slot {slot}", slot, owner.node_id)
         return Outcome("drained", f"node {node} was lost; slot {slot} is being replaced", slot)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from swift_agent.agent import transactions
-from swift_agent.agent.lifecycle import machine
+from swift_agent.agent.lifecycle import machine, steps
 from swift_rendezvous.node import coordinator
 from swift_rendezvous.roster import draining, losses, membership, mending, replacing, view
 from swift_rendezvous.store import tenure
@@ -108,6 +108,18 @@ def cut_off(num_nodes: int, num_slots: int, **options: Any) -> World:
     return go_on(world, lambda w: sum(n.proc is not None and n.proc.live > 0 for n in w.nodes) == num_slots)
 
 
+def handing_over_alone(**changes: Any) -> World:
+    """The only worker of a job is drained, and has handed nothing over yet."""
+    world = cut_off(3, 1, faults=1, kinds=("drain",))
+    generation = world.view.generation
+    assert generation is not None
+    world.do(("drain", int(generation.slots[0].node_id[1:]), 0))
+    go_on(world, lambda w: w.view.number == 2)
+    for name, value in changes.items():
+        setattr(world, name, value)
+    return world
+
+
 def given_away(num_nodes: int, num_slots: int, **options: Any) -> World:
     """The nodes of all slots are cut off from etcd, and their leases have ended."""
     world = cut_off(num_nodes, num_slots, faults=num_slots, kinds=("cut",))
@@ -130,6 +142,9 @@ SEARCHES: dict[str, Callable[[], World]] = {
     "a drain, every order": lambda: training(faults=1, kinds=("drain",), ordered=False, target=2),
     "one failure, or the order taken back, on the way to a boundary": lambda: draining_until("pause", faults=1),
     "one failure in a handover": lambda: draining_until("handover", faults=1),
+    "a link is parted while the last copy is handed over": lambda: handing_over_alone(
+        faults=2, kinds=("part",), ordered=False),
+    "a lease is lost while the last copy is handed over": lambda: handing_over_alone(faults=2, kinds=("lapse", "part")),
     "a signal and a failure": lambda: training(faults=2, kinds=("signal", "kill", "crash")),
     "a signal, every order": lambda: training(faults=1, kinds=("signal",), ordered=False, target=2),
     "two nodes are told to go": lambda: training(faults=2, kinds=model.SIGNALS),
@@ -220,7 +235,7 @@ MUTANTS: dict[str, tuple[Any, str, str, str, Callable[[], World], str]] = {
         lambda: joining_again(faults=1, kinds=("part",)),
         "n1 ends the last worker that holds the state"),
     "who is given up for what it said takes its place again": (
-        machine, "_reconcile", "for o in absent(view).values()",
+        machine, "_reconcile", "for o in absentees(view)",
         "for s, o in enumerate(generation.slots if generation else ()) if s not in view.failures",
         lambda: joining(faults=1, kinds=("part",), ordered=False),
         "it can go round for ever without a failure"),
@@ -273,6 +288,10 @@ MUTANTS: dict[str, tuple[Any, str, str, str, Callable[[], World], str]] = {
         draining, "broken_handovers", "if slot not in view.taken and not is_alive(view, owner)", "if False",
         lambda: draining_until("handover", faults=1),
         "the job stands still, though ['n1', 'n2'] live"),
+    "a drained node is forgotten by one that cannot reach it": (
+        steps, "slot_left", "return next(", "return None and next(",
+        lambda: handing_over_alone(faults=1, kinds=("part",), ordered=False),
+        "n0 ends the last worker that holds the state"),
     "the job ends when one node is told to go": (
         draining, "all_told", "if slot not in lost]", "if slot not in lost and owner.node_id in view.drains]",
         lambda: training(faults=2, kinds=("signal", "crash")),

@@ -715,6 +715,8 @@ class World:
 
     def _end(self, node: Node) -> None:
         """As `Agent._leave`: what is still to be written is written first."""
+        if not self.state:
+            self.keep_the_last_copy(node)
         node.proc = None
         while node.writes:
             self._write(node)

@@ -33,7 +33,7 @@ from swift_rendezvous.roster.decision import (
     Rules,
 )
 from swift_rendezvous.roster.keys import Keys
-from swift_rendezvous.roster.losses import absent, believed_failures, changes_of, losses, missing
+from swift_rendezvous.roster.losses import absent_handovers, absentees, believed_failures, changes_of, losses, missing
 from swift_rendezvous.roster.membership import decide, stage_of
 from swift_rendezvous.roster.mending import RemoveDamaged, RestoreGeneration, RestoreJob
 from swift_rendezvous.roster.records import (
@@ -165,7 +165,7 @@ class Coordinator:
                 self._elect(view)
             return None
         now_s = time.monotonic()
-        gone = {owner.incarnation for owner in absent(view).values()}
+        gone = {owner.incarnation for owner in absentees(view)}
         self._absent_since_s = {name: self._absent_since_s.get(name, now_s) for name in gone}
         since_s, unbroken_s = dict(self._absent_since_s), self._unbroken_s()
         decision = missing(view, self._rules, now_s=now_s, absent_since_s=since_s, unbroken_s=unbroken_s)
@@ -248,6 +248,8 @@ class Coordinator:
                         # Not if the order was taken back, or the spare has gone, meanwhile.
                         guards.append(Compare.exists(keys.drain(owner.node_id)))
                         guards.append(self._as_seen(view, generation.slots[slot].node_id))
+                for owner in absent_handovers(view).values():  # not if it has come back meanwhile
+                    guards.append(self._unwritten(view, keys.node(owner.node_id)))
                 for lost in forget:
                     guards.append(self._as_seen(view, lost.node_id))
                     ops.append(Delete(keys.node(lost.node_id)))

@@ -14,6 +14,7 @@ from typing import TypeVar
 from swift_rendezvous.codec import RecordError, decode, encode
 from swift_rendezvous.errors import RendezvousError
 from swift_rendezvous.roster import kinds
+from swift_rendezvous.roster.draining import slot_left
 from swift_rendezvous.roster.keys import Keys
 from swift_rendezvous.roster.records import (
     AS_LONG_AS_IT_ADVANCES,
@@ -108,9 +109,10 @@ def enter_job(
 def reclaim_place(store: KeyValueStore, keys: Keys, me: NodeRecord, known_job: int, lease_ttl_s: int) -> Lease:
     """Write the record of *me* again, under a fresh lease, after the old lease was lost; the incarnation stays.
 
-    For a node that has trained on while etcd was away. Raises `PlaceLost` if the slot was given to another node or this
-    one was accused meanwhile, or if it has no slot; `JobOver`; or what the store raises. Then no lease is left. May be
-    called again when it is not known whether it has succeeded.
+    For a node that has trained on while etcd was away, or that was drained and still keeps what it hands over. Raises
+    `PlaceLost` if the slot was given to another node or this one was accused meanwhile, or if it has no slot and hands
+    none over; `JobOver`; or what the store raises. Then no lease is left. May be called again when it is not known
+    whether it has succeeded.
     """
     lease = store.grant_lease(lease_ttl_s)
     try:
@@ -125,6 +127,8 @@ def reclaim_place(store: KeyValueStore, keys: Keys, me: NodeRecord, known_job: i
                 if stored is not None or begun:
                     raise RendezvousError("the record generation is not there, or cannot be read")  # it is mended
             slot = None if generation is None else generation.slot_of(me.incarnation)
+            if generation is not None and slot is None:
+                slot = slot_left(generation, me.incarnation)
             if stored is None or generation is None or slot is None:
                 raise PlaceLost(f"{me.node_id} has no slot in the job")
             failure_key = keys.failure(generation.number, slot)

@@ -6,7 +6,8 @@
 
 While a worker is asked it begins no iteration beyond the one it has named, so the largest that was named is a boundary
 that no worker has passed and all reach: no iteration is cut, none is run twice. The drained node keeps its
-workers, parked with their state, until the new owner of its slot trains; then it leaves. Any failure on the way
+workers, parked with their state, until the new owner of its slot trains; then it leaves. Until then it is as precious
+as a node with a slot: it comes back if its lease in etcd was lost (`losses.missing`). Any failure on the way
 leads to an ordinary recovery, and the order, which stays until the node has gone, is carried out afterwards.
 
 A node that got a signal to go (an eviction, a drained machine) writes the order itself. If no spare comes in time it
@@ -148,6 +149,11 @@ def fulfilled(view: View) -> list[str]:
         for node_id, drain in sorted(view.drains.items())
         if node_id not in view.nodes or view.nodes[node_id].incarnation != drain.incarnation
     ]
+
+
+def slot_left(generation: GenerationRecord, incarnation: str) -> int | None:
+    """The slot that this node was drained from and for which it still keeps its workers."""
+    return next((slot for slot, owner in generation.handover.items() if owner.incarnation == incarnation), None)
 
 
 def is_alive(view: View, owner: Owner) -> bool:

@@ -87,29 +87,50 @@ def absent(view: View) -> dict[int, Owner]:
     }
 
 
+@once_per_view
+def absent_handovers(view: View) -> dict[int, Owner]:
+    """The same of drained nodes that still keep the workers of a slot: nobody else may hold that state."""
+    generation = view.generation
+    if generation is None or view.released:
+        return {}
+    return {
+        slot: owner
+        for slot, owner in generation.handover.items()
+        if owner.node_id not in view.nodes and slot not in view.taken
+    }
+
+
+def absentees(view: View) -> list[Owner]:
+    """All that may come back: nodes with a slot, and those that hand theirs over."""
+    return [*absent(view).values(), *absent_handovers(view).values()]
+
+
 def missing(
     view: View, rules: Rules, *, now_s: float, absent_since_s: Mapping[str, float], unbroken_s: float
 ) -> Decision | None:
-    """What the coordinator does about the nodes that are `absent`; None if there is none.
+    """What the coordinator does about the nodes that are `absent`, or were drained and are; None if there is none.
 
     Each has `rules.return_s` to come back, and all have `rules.outage_s` after a time in which the store was away (it
     is there since *unbroken_s*): when it comes back many leases may be over at once, and their nodes return one by one.
-    *absent_since_s*: by incarnation, seconds of the clock of *now_s*.
+    *absent_since_s*: by incarnation, seconds of the clock of *now_s*. A drained node that is late counts as lost at
+    once: it owns no slot that could be given away while another loss is waited for.
     """
-    gone = absent(view)
-    if not gone or view.result is not None or view.job is None:
+    gone, drained = absent(view), absent_handovers(view)
+    if not (gone or drained) or view.result is not None or view.job is None:
         return None
     all_due_s = now_s + rules.outage_s - unbroken_s
     late: list[Command] = []
     next_s: list[float] = []
-    for slot, owner in gone.items():
+    for slot, owner in (*gone.items(), *drained.items()):
         due_s = max(all_due_s, absent_since_s.get(owner.incarnation, now_s) + rules.return_s)
         if now_s < due_s:
             next_s.append(due_s)
-            continue
-        holder = view.coordinator.node_id if view.coordinator else ""
-        late.append(PublishLoss(FailureRecord("node", slot, owner.incarnation, (), LEASE_IS_GONE, holder)))
-    names = ", ".join(owner.node_id for owner in gone.values())
+        elif gone.get(slot) == owner:
+            holder = view.coordinator.node_id if view.coordinator else ""
+            late.append(PublishLoss(FailureRecord("node", slot, owner.incarnation, (), LEASE_IS_GONE, holder)))
+    if not late and not next_s:
+        return None
+    names = ", ".join(owner.node_id for owner in absentees(view))
     waiting = f"the lease of {names} is gone; waiting whether it comes back by itself"
     return Decision(tuple(late), waiting=waiting, deadline_s=min(next_s) if next_s else None)
 

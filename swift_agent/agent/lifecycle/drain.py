@@ -24,9 +24,9 @@ from swift_agent.agent.lifecycle.commands import (
 )
 from swift_agent.agent.lifecycle.events import Noticed
 from swift_agent.agent.lifecycle.state import INSIDE, Worker
-from swift_rendezvous.roster.draining import is_ordered, takers
+from swift_rendezvous.roster.draining import is_ordered, slot_left, takers
 from swift_rendezvous.roster.losses import spares, told_losses
-from swift_rendezvous.roster.records import FailureRecord, GenerationRecord, ResultRecord
+from swift_rendezvous.roster.records import FailureRecord, ResultRecord
 from swift_rendezvous.roster.view import View
 
 # So long after its time a node leaves a last checkpoint that does not come to its end.
@@ -60,14 +60,6 @@ def writes(view: View, slot: int, workers: Mapping[int, Worker]) -> Iterator[tup
         yield "position", WritePosition(number, slot, max(w.promised for w in local), saves)
     if pause.boundary is not None and all(w.parked == number for w in local):
         yield "parked", WriteParked(number, slot)
-
-
-def slot_left(generation: GenerationRecord, incarnation: str) -> int | None:
-    """The slot that this node was drained from and for which it still keeps its workers."""
-    for slot, owner in generation.handover.items():
-        if owner.incarnation == incarnation:
-            return slot
-    return None
 
 
 def reason_to_go(view: View, node_id: str, incarnation: str, workers: Mapping[int, Worker]) -> str:

@@ -90,7 +90,8 @@ from swift_agent.agent.lifecycle.steps import (
     report_dead,
 )
 from swift_recovery.planning.resize import FILE, Held
-from swift_rendezvous.roster.losses import absent
+from swift_rendezvous.roster.draining import slot_left
+from swift_rendezvous.roster.losses import absentees
 from swift_rendezvous.roster.records import (
     AS_LONG_AS_IT_ADVANCES,
     ResultRecord,
@@ -142,7 +143,7 @@ def _has_place(state: AgentState, revision: int) -> bool:
         return False
     if generation is None or generation.slot_of(state.incarnation) is not None or is_spare(state):
         return True
-    return drain.slot_left(generation, state.incarnation) is not None
+    return slot_left(generation, state.incarnation) is not None
 
 
 def _fold(state: AgentState, event: Event, now_s: float) -> AgentState:
@@ -261,8 +262,9 @@ def _reconcile(state: AgentState, now_s: float) -> Step:
     generation = view.generation
     registered = _is_registered(state, view)
     slot = generation.slot_of(state.incarnation) if generation is not None else None
-    # Its lease is gone, but no other has its slot: even if it was told to leave, it comes back first.
-    lapsed = state.node_id not in view.nodes and state.incarnation in {o.incarnation for o in absent(view).values()}
+    # Its lease is gone, but no other has its slot, or what it hands over: even if it was told to leave, it comes back
+    # first.
+    lapsed = state.node_id not in view.nodes and state.incarnation in {o.incarnation for o in absentees(view)}
     if view.job is None and registered:
         why = f"the record of the job was removed by somebody; {state.node_id} cannot go on without it"
         return _once(state, ("leave",), LeaveJob(ResultRecord("stopped", why)))
@@ -296,7 +298,7 @@ def _reconcile(state: AgentState, now_s: float) -> Step:
         return Step(state, tuple(commands))
     if slot is None:
         state = report_dead(state, generation, commands)
-        left = drain.slot_left(generation, state.incarnation)
+        left = slot_left(generation, state.incarnation)
         if left is not None:
             state = _stop_and_go(state, generation, commands, now_s, left)
             state = _report_progress(state, generation, left, commands, leaves=True)

@@ -46,6 +46,7 @@ from swift_agent.agent.lifecycle.state import (
 )
 from swift_agent.agent.lifecycle.timeline import merge_phases
 from swift_recovery.planning.plan import Plan
+from swift_rendezvous.roster.draining import slot_left
 from swift_rendezvous.roster.losses import replaced_in, told_losses
 from swift_rendezvous.roster.records import (
     FailureRecord,
@@ -385,6 +386,10 @@ def _forget_lost_spares(state: AgentState, commands: list[Command]) -> AgentStat
             may_be = coordinator is not None and coordinator.incarnation == node.incarnation
         else:
             may_be = generation.slot_of(node.incarnation) is None
+            left = slot_left(generation, node.incarnation)
+            if left is not None and left not in state.view.taken:
+                # What it hands over may be the last copy, and it cannot say that it lives: of it, too, the lease tells.
+                may_be = node.incarnation in state.lost_peers and state.lost_peers[node.incarnation].is_dead
         if node.incarnation in state.lost_peers and may_be:
             state = _issue(state, commands, ("spare", node.incarnation), ForgetSpare(node.node_id, node.incarnation))
     return state

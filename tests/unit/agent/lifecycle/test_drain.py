@@ -187,14 +187,55 @@ def test_a_drained_node_whose_worker_dies_leaves_at_once() -> None:
     assert gone.state == "succeeded" and "[1] were lost in the handover" in gone.why
 
 
+def test_a_drained_node_whose_lease_is_gone_comes_back_with_what_it_hands_over() -> None:
+    agent = handing_over()
+    all_nodes, others = agent.seen.nodes, {name: node(name) for name in ("n1", "n2")}
+    assert agent.change(nodes=others) == [cmd.Reclaim()]
+    assert agent.tell(msg.Tick()) == []
+    # The lease of the new owner is gone as well.
+    assert agent.change(nodes={"n1": node("n1")}) == []
+    agent.change(nodes=all_nodes)
+    # What it wrote while it had none may have been refused.
+    assert only(agent.tell(msg.PlaceReclaimed()), cmd.WriteHandover).slot == 0
+    assert agent.change(plan=PlanRecord(2, HANDS_OVER, "w"), store=STORE) == [cmd.SendLeave((0, 1), 2)]
+    gone = only(agent.change(taken={0: TakenRecord(0, "n2.1")}), cmd.LeaveJob).result
+    assert "n2 has slot 0 and its state" in gone.why
+    # A signal changes nothing of that, nor that one of its workers has ended: it comes back, and says so.
+    agent = handing_over()
+    agent.change(drains=TOLD)
+    noticed(agent)
+    assert agent.exit(1, -9) != []
+    agent = handing_over()
+    agent.change(drains=TOLD)
+    noticed(agent)
+    assert agent.change(nodes=others) == [cmd.Reclaim()] and agent.exit(1, -9) == []
+    assert "were lost in the handover" in only(agent.change(nodes=all_nodes), cmd.LeaveJob).result.why
+
+
+def test_a_drained_node_that_hands_over_is_not_forgotten_because_one_cannot_reach_it() -> None:
+    def watching(**changes: Any) -> Agent:
+        agent = training("n1")
+        nodes = {name: node(name) for name in ("n0", "n1", "n2")}
+        new = generation(2, "replace", ("n2", "n1"), handover={0: owner("n0")}, lost={0: (0, 1)})
+        agent.change(nodes=nodes, generation=new, generation_revision=20, plan=None, **changes)
+        return agent
+
+    none_of(watching().tell(msg.PeerLost("n0.1", "silent")), cmd.ForgetSpare)
+    dead = watching().tell(msg.PeerLost("n0.1", "refused", is_dead=True))
+    assert only(dead, cmd.ForgetSpare) == cmd.ForgetSpare("n0", "n0.1")
+    # Once it is not needed any more it is a node without a slot as any other.
+    only(watching(taken={0: TakenRecord(0, "n2.1")}).tell(msg.PeerLost("n0.1", "silent")), cmd.ForgetSpare)
+
+
 def test_whoever_is_drained_does_not_come_back_as_a_spare() -> None:
     # The generation in which it handed over has passed before it looked.
     agent = handing_over()
     none_of(next_generation(agent, 3, slots=("n2", "n1")), cmd.Rejoin)
     assert only(agent.given, cmd.LeaveJob).result.state == "succeeded"
-    # The others took it for lost.
-    agent = handing_over()
-    only(agent.change(nodes={name: node(name) for name in ("n1", "n2")}), cmd.LeaveJob)
+    # Its record is gone, and nobody needs it any more.
+    for over in ({"taken": {0: TakenRecord(0, "n2.1")}}, {"released": True}):
+        agent = handing_over()
+        only(agent.change(nodes={name: node(name) for name in ("n1", "n2")}, **over), cmd.LeaveJob)
     # It had no slot, or the job had none to give.
     names = {name: node(name) for name in ("n0", "n1", "n2")}
     for number in (generation(slots=("n1", "n2")), None):

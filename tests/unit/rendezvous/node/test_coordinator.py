@@ -30,6 +30,7 @@ from swift_rendezvous.roster.records import (
 )
 from swift_rendezvous.roster.view import View, view_of_entries
 from swift_rendezvous.store.kv import Compare, KeyValueStore, Op, Put, StoreUnavailable, TransactionResult
+from tests.support import records
 from tests.support.etcd_cluster import wait_for
 from tests.support.memory_store import MemoryStore
 from tests.support.records import failure, generation, node
@@ -420,6 +421,30 @@ def test_a_release_that_is_out_holds_back_the_next_generation(jobs: Callable[...
     job.wait(lambda: len(agent.tap.outcomes) > num_before, "the try")
     assert agent.tap.outcomes[-1] is False
     assert job.generation is not None and job.generation.number == 1
+
+
+def test_a_drained_node_that_has_just_come_back_holds_back_the_next_generation(jobs: Callable[..., Job]) -> None:
+    """It still has what it hands over; the coordinator has not seen yet that it is there."""
+    job = jobs(["n0", "n1", "n2"])
+    agent = job.agents["n1"]
+    job.start("n1")
+    job.wait_generation(1)
+    job.wait(lambda: agent.acting and agent.views[-1].plan is not None, "n1 acts")
+    agent.watcher.stop()
+    first = agent.views[-1]
+    handing = generation(2, "replace", ("n2", "n1"), lost={0: (0, 1)}, handover={0: records.owner("n0")})
+    job.store.put(KEYS.generation, encode(handing))
+    stored = job.store.get(KEYS.generation)
+    assert stored is not None
+    away = {name: one for name, one in first.nodes.items() if name != "n0"}
+    for is_back in (True, False):
+        if not is_back:
+            job.store.delete(KEYS.node("n0"))
+        num_before = len(agent.tap.outcomes)
+        agent.see(replace(first, nodes=away, generation=handing, generation_revision=stored.mod_revision, plan=None,
+                          revision=stored.mod_revision))  # fmt: skip
+        job.wait(lambda: len(agent.tap.outcomes) > num_before, "the try")  # noqa: B023
+        assert agent.tap.outcomes[-1] is not is_back
 
 
 def test_waiting_for_a_node_ends_on_time(jobs: Callable[..., Job]) -> None:

@@ -18,7 +18,7 @@ from swift_rendezvous.roster.keys import Keys
 from swift_rendezvous.roster.records import JobRecord, NodeRecord, ResultRecord
 from swift_rendezvous.store.kv import Compare, LeaseLost, Op, Put, StoreUnavailable, TransactionResult
 from tests.support.memory_store import MemoryStore
-from tests.support.records import failure, generation, node
+from tests.support.records import failure, generation, node, owner
 
 KEYS = Keys("job")
 JOB = JobRecord(2, 2, "command", 0)
@@ -388,6 +388,17 @@ def test_a_failure_of_its_workers_does_not_cost_a_node_its_place() -> None:
     store.put(KEYS.failure(3, 0), encode(failure("workers", 0, (1,))))
     reclaim_place(store, KEYS, me, job, 5)
     assert me in registered(store) and store.get(KEYS.failure(3, 0)) is not None
+
+
+def test_a_drained_node_gets_another_lease_while_it_hands_its_slot_over() -> None:
+    store = MemoryStore()
+    job, me = begun(store)
+    store.put(KEYS.generation, encode(generation(4, "replace", ("n2", "n1"), handover={0: owner("n0")})))
+    store.put(KEYS.failure(4, 0), encode(failure("node", 0, name="n2")))  # of the new owner
+    reclaim_place(store, KEYS, me, job, 5)
+    assert me in registered(store)
+    with pytest.raises(PlaceLost):
+        reclaim_place(store, KEYS, node("n0", 2), job, 5)
 
 
 def test_a_node_without_a_slot_has_no_place_to_come_back_to() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -12,17 +13,27 @@ from swift_rendezvous.roster.decision import (
     Decision,
     ForgetDrain,
     PublishGeneration,
+    PublishLoss,
     PublishPause,
     PublishPlan,
     PublishRelease,
     PublishResult,
     Rules,
 )
-from swift_rendezvous.roster.losses import losses, spares
+from swift_rendezvous.roster.losses import (
+    LEASE_IS_GONE,
+    absent_handovers,
+    absentees,
+    losses,
+    missing,
+    spares,
+    told_losses,
+)
 from swift_rendezvous.roster.membership import decide
 from swift_rendezvous.roster.records import (
     DrainRecord,
     ExitedRecord,
+    FailureRecord,
     FinishedRecord,
     ParkedRecord,
     PauseRecord,
@@ -275,6 +286,35 @@ def test_the_drained_node_is_lost_while_it_hands_over() -> None:
     assert new.slots == (owner("n2"), owner("n1")) and new.lost == {} and new.handover == {}
     # Once the new node trains nobody needs it any more.
     assert not losses(replace(v, taken={0: TakenRecord(0, "n2.1")}))
+
+
+def test_a_drained_node_that_keeps_its_state_has_a_moment_to_come_back() -> None:
+    rules = Rules(30.0, return_s=1.0, outage_s=3.0)
+
+    def wait(v: View, unbroken_s: float = math.inf, **since_s: float) -> Decision | None:
+        since = {f"{name}.1": at_s for name, at_s in since_s.items()}
+        return missing(v, rules, now_s=100.0, absent_since_s=since, unbroken_s=unbroken_s)
+
+    v = without(handing_over(), "n0")
+    assert absent_handovers(handing_over()) == {} and absent_handovers(v) == {0: owner("n0")} == dict(
+        enumerate(absentees(v)))  # fmt: skip
+    fresh = wait(v)
+    assert fresh is not None and fresh.commands == () and fresh.deadline_s == 101.0 and "n0" in fresh.waiting
+    after_outage = wait(v, unbroken_s=2.0, n0=98.0)
+    assert after_outage is not None and after_outage.commands == () and after_outage.deadline_s == 101.0
+    assert wait(v, n0=99.0) is None  # too late: the next generation is made without it
+    # With it the lease of the new owner is gone: of that one it is written down.
+    both = without(v, "n2")
+    late = wait(both, n0=99.5, n2=98.0)
+    assert late is not None and late.deadline_s == 100.5
+    assert late.commands == (PublishLoss(FailureRecord("node", 0, "n2.1", (), LEASE_IS_GONE, "n0")),)
+    told = replace(both, failures={0: failure("node", 0, name="n2")})
+    for since_s, deadline_s in ((99.5, 100.5), (99.0, None)):
+        once_more = wait(told, n0=since_s)
+        assert (None if once_more is None else once_more.deadline_s) == deadline_s
+    # Nobody waits for one that is not needed any more.
+    assert wait(replace(v, taken={0: TakenRecord(0, "n2.1")})) is None and wait(replace(v, released=True)) is None
+    assert not told_losses(v) and losses(v).handovers
 
 
 def test_the_new_node_is_lost_and_the_slot_goes_back() -> None:
