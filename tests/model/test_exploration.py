@@ -142,6 +142,7 @@ SEARCHES: dict[str, Callable[[], World]] = {
     "a drain, every order": lambda: training(faults=1, kinds=("drain",), ordered=False, target=2),
     "one failure, or the order taken back, on the way to a boundary": lambda: draining_until("pause", faults=1),
     "one failure in a handover": lambda: draining_until("handover", faults=1),
+    "leases are lost in a handover": lambda: draining_until("handover", faults=2, kinds=("lapse", "kill")),
     "a link is parted while the last copy is handed over": lambda: handing_over_alone(
         faults=2, kinds=("part",), ordered=False),
     "a lease is lost while the last copy is handed over": lambda: handing_over_alone(faults=2, kinds=("lapse", "part")),

@@ -870,6 +870,11 @@ class World:
         assert proc.plan is not None
         if proc.live < proc.go and proc.rank in proc.plan.handovers and not self._predecessor(proc.rank, proc.go):
             return False
+        source = proc.plan.sources.get(proc.rank)
+        if proc.live < proc.go and source in proc.plan.handovers:
+            giver = self._at_rank(source, proc.go)
+            if giver is None or giver[1].live < proc.go:
+                return False  # the source gets the state itself first, from its predecessor
         if proc.live == proc.go and proc.iteration >= self.target:
             return True
         for rank in self.ranks:
