@@ -1,6 +1,7 @@
 """The files of the workers of one node: their output, what of it is shown, and the errors that they leave.
 
-torch's `LogsSpecs` decides where files are; its `TailLog` shows them. A disk that is full, or a directory that is
+torch's `LogsSpecs` decides where files are. They are shown as by its `TailLog`, which always begins at the begin of a
+file: here the words before a line change with the process that writes it. A disk that is full, or a directory that is
 away, is no reason to end what trains: workers then go on without files. This module must never start a process.
 """
 
@@ -12,13 +13,13 @@ import logging
 import os
 import socket
 import sys
+import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import IO, Any
 
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
-from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 
 from swift_agent.agent.processes.error_streams import KEPT, ErrorStreams
 from swift_agent.launch.config import AgentConfig
@@ -26,11 +27,66 @@ from swift_agent.launch.log_names import line_prefix, name_of
 from swift_agent.wire.environment import Placement, share_of
 from swift_agent.wire.root_cause import last_words
 from swift_rendezvous.roster.records import WorkerExit
+from swift_rendezvous.threads import only_logged, thread
 
 log = logging.getLogger(__name__)
 
 # Of a worker's error message, from its begin and from its end.
 MESSAGE_CHARS = 8000
+# Between two looks at a file that is shown; torch's.
+LOOK_S = 0.1
+
+
+class Tail:
+    """Shows on *stream* the lines of *files*, by local rank, that are *wanted*."""
+
+    def __init__(self, files: Mapping[int, str], stream: IO[str], wanted: Callable[[str], bool] = bool) -> None:
+        self._files, self._stream, self._wanted = files, stream, wanted
+        self._at: dict[int, int] = {}  # by local rank, as the next
+        self._running: dict[int, tuple[str, threading.Thread, threading.Event]] = {}
+
+    def show(self, prefixes: Mapping[int, str]) -> None:
+        """From here on each line begins with that of *prefixes*. Raises RuntimeError if there is no thread for some:
+        that is tried again by the next call."""
+        for local_rank, path in self._files.items():
+            prefix, stopping = prefixes[local_rank], threading.Event()
+            if local_rank in self._running and self._running[local_rank][0] == prefix:
+                continue
+            self._stop(local_rank)
+            args = local_rank, path, prefix, stopping
+            new = thread(f"swift-tail-{local_rank}", self._follow, only_logged, *args)
+            new.start()
+            self._running[local_rank] = prefix, new, stopping
+
+    def stop(self) -> None:
+        """Returns when all that is in the files is shown."""
+        for _, _, stopping in self._running.values():
+            stopping.set()
+        for local_rank in tuple(self._running):
+            self._stop(local_rank)
+
+    def _stop(self, local_rank: int) -> None:
+        _, running, stopping = self._running.pop(local_rank, ("", None, threading.Event()))
+        stopping.set()
+        if running is not None:
+            running.join()
+
+    def _follow(self, local_rank: int, path: str, prefix: str, stopping: threading.Event) -> None:
+        while not os.path.exists(path):
+            if stopping.wait(LOOK_S):
+                return
+        with builtins.open(path, errors="replace") as lines:
+            lines.seek(self._at.get(local_rank, 0))
+            while True:
+                is_last = stopping.is_set()
+                if line := lines.readline():
+                    if self._wanted(line):
+                        self._stream.write(f"{prefix}{line}")
+                elif is_last:
+                    break
+                else:
+                    stopping.wait(LOOK_S)
+            self._at[local_rank] = lines.tell()
 
 
 class Output:
@@ -42,8 +98,9 @@ class Output:
         self._begins: dict[int, int] = {}  # by local rank: where what its process writes begins in its file
         self._dest: LogsDest | None = None
         self._dest_attempt = -1
-        self._tails: list[TailLog] = []
+        self._tails: list[Tail] = []
         self._filtered: list[IO[str]] = []
+        self._prefixes: dict[int, str] = {}  # by local rank: what stands before the lines of its process
         self._helpers: dict[int, tuple[str, str]] = {}  # by number, their stdout and stderr
 
     def stdout(self, local_rank: int) -> str:
@@ -83,7 +140,7 @@ class Output:
                 self._dest = specs.reify(envs)
                 for path in {*self._dest.stdouts.values(), *self._dest.stderrs.values()} - {"", os.devnull}:
                     builtins.open(path, "a").close()
-                self._start_tails(place)
+                self._make_tails()
             except OSError as error:
                 # No reason to end what trains: a disk may be full, or a shared directory away.
                 log.warning(
@@ -92,8 +149,7 @@ class Output:
                 )  # fmt: skip
                 self.close()
                 self._dest = _no_files(place.num_workers)
-        if not self._tails:
-            self._start_tails(place)
+        self._show(place, living)
         for local_rank, path in self._opened().error_files.items():
             # reify sets it for the ranks of its first call only; a stale file must not explain a later death.
             envs[local_rank]["TORCHELASTIC_ERROR_FILE"] = "" if path == os.devnull else path
@@ -163,19 +219,9 @@ class Output:
             )  # fmt: skip
             env["TORCHELASTIC_ERROR_FILE"] = ""
 
-    def _start_tails(self, place: Placement) -> None:
+    def _make_tails(self) -> None:
         launch, dest = self._config.launch, self._opened()
-        template = launch.log_line_prefix_template
-        prefixes = None
-        if template:
-            prefixes = {
-                local_rank: line_prefix(template, self._words_for(place, local_rank))
-                for local_rank in range(place.num_workers)
-            }  # fmt: skip
-        self._tails = [
-            TailLog(place.role, dest.tee_stdouts, sys.stdout, prefixes),
-            TailLog(place.role, dest.tee_stderrs, sys.stderr, prefixes),
-        ]
+        self._tails = [Tail(dest.tee_stdouts, sys.stdout), Tail(dest.tee_stderrs, sys.stderr)]
         for needles, target, files in (
             (getattr(launch, "duplicate_stdout_filters", None), getattr(dest, "filtered_stdout", ""), dest.tee_stdouts),
             (getattr(launch, "duplicate_stderr_filters", None), getattr(dest, "filtered_stderr", ""), dest.tee_stderrs),
@@ -183,13 +229,21 @@ class Output:
             if needles and target:
                 stream = builtins.open(target, "w", errors="replace", buffering=1)  # noqa: SIM115 - closed in close_logs
                 self._filtered.append(stream)
-                self._tails.append(TailLog(place.role, files, stream, prefixes, log_line_filter=_contains_any(needles)))
-        try:
-            for tail in self._tails:
-                tail.start()
-        except RuntimeError:  # all of them are started again
-            self.close()
-            raise
+                self._tails.append(Tail(files, stream, _contains_any(needles)))
+
+    def _show(self, place: Placement, living: Collection[int]) -> None:
+        """Of those that start the lines begin with the words of *place* from here on: this node may have had another
+        one in the same attempt."""
+        for local_rank in range(place.num_workers):
+            if local_rank not in living or local_rank not in self._prefixes:
+                self._prefixes[local_rank] = self._prefix(place, local_rank)
+        for tail in self._tails:
+            tail.show(self._prefixes)
+
+    def _prefix(self, place: Placement, local_rank: int) -> str:
+        """torch's, where nobody has named another one."""
+        template = self._config.launch.log_line_prefix_template
+        return line_prefix(template or "[${role_name}${local_rank}]:", self._words_for(place, local_rank))
 
     def _words_for(self, place: Placement, local_rank: int) -> dict[str, str | int]:
         """Those of torch's prefixes of lines, and ours."""

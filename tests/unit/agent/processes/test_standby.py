@@ -653,15 +653,18 @@ def test_orphans_of_another_user_and_ids_that_are_somebody_elses_by_now(
 
 
 def test_logs_for_which_there_is_no_thread_are_tried_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(self: object) -> None:
+    shown: list[object] = []
+
+    def refused(self: object, prefixes: object) -> None:
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patch:
-        patch.setattr(output.TailLog, "start", refused)
+        patch.setattr(output.Tail, "show", refused)
         (one,) = bench.workers.start(bench.place(), (0,), warm=False)
     assert isinstance(one, NotStarted) and one.may_pass and "can't start new thread" in one.end.message
+    monkeypatch.setattr(output.Tail, "show", lambda self, prefixes: shown.append(self))
     bench.start(0, warm=False)
-    assert bench.ends() == [(0, 7)] and bench.workers.output._tails
+    assert bench.ends() == [(0, 7)] and shown == bench.workers.output._tails != []
 
 
 @pytest.mark.parametrize("warm", [False, True])
