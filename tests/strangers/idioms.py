@@ -68,6 +68,7 @@ IDIOMS: dict[str, Idiom] = {
     "ddp tutorial with snapshots": Idiom("ddp_tutorial.py", args=("snapshots",), at=(3, 6, 10)),
     "image classifier": Idiom("image_classifier.py"),
     "endless iterator": Idiom("endless_iterator.py"),
+    "one loop after the other": Idiom("several_loops.py"),
     "hsdp": Idiom("sharded_transformer.py", args=("hsdp",), workers=2),
     "fsdp x tp": Idiom("sharded_transformer.py", args=("tp",), workers=2),
     "shards that nobody holds twice, lost in an iteration": Idiom(

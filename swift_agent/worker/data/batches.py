@@ -70,6 +70,8 @@ class Passes:
         place, target = self.place, self.place.target
         if target is None or not place.is_before_epoch:
             return False
+        if target.loop:
+            return True  # until that loop of epochs begins
         own = own_epochs.of_loader(loader)
         if own is not None and own > target.epoch:
             self._elsewhere(
@@ -197,6 +199,7 @@ class Batches(Iterator[T]):
         passes, place = self._passes, self._passes.place
         passes.begin()
         passes.begins(self, self._loader)
+        place.comes_to_loop()
         here, seeds, target = place.here, place.seeds, place.target
         number = self._number = here.passes
         if target is not None:

@@ -36,6 +36,7 @@ from swift_agent.worker.job.set_up import SetUp
 from swift_agent.worker.line.agent_line import Supervisor
 from swift_agent.worker.loop.outside import Outside
 from swift_agent.worker.loop.unprotected import Running
+from swift_agent.worker.tracked import epoch_loops
 from swift_agent.worker.tracked.loop_state import Place
 from swift_agent.worker.tracked.named import Named, make_deterministic
 from swift_recovery.checkpoint.writer import Settings
@@ -230,23 +231,17 @@ class Job:
     # ---- the loop ----
 
     def epochs(self, num_epochs: int, *, start: int | None = None) -> Iterator[int]:
-        """`range(start, num_epochs)`; a replacement begins with the epoch in which its predecessor was lost.
+        """`range(start, num_epochs)`; a replacement begins with the epoch in which its predecessor was lost. Of several
+        such loops, one after the other, it passes over those before that.
 
         *start*: where the script has loaded a snapshot of its own. It is not heeded by a replacement, nor where
         `job.checkpoint` has found a checkpoint. Given, also as 0, it says that there may be such snapshots."""
         self._start = self._start if start is None else start
         self._begin()
         self._passes.has_epochs = True
-        place = self._place
-        here = place.here
-        first = True
-        for epoch in range(here.epoch if place.target else start or 0, num_epochs):
-            if not (first and place.target):
-                here.begin_epoch(epoch, is_told=False)
-            first = False
-            yield epoch
-        place.target = None
-        self._running.loop_is_over()
+        yield from epoch_loops.epochs(self._place, start or 0, num_epochs)
+        if not self._place.is_before_loop:
+            self._running.loop_is_over()
 
     @overload
     def batches(self, loader: Iterable[T], *, group: None = None) -> Iterator[T]: ...
@@ -293,15 +288,19 @@ class Job:
         if start and place.target is None and place.here.iteration < start:
             raise UsageError(f"job.iterations(start={start}) after the training loop has begun: it must come first.")
         here = place.here
+        place.comes_to_loop()
         if place.target is not None:
-            if place.target.iteration >= num_iterations:
+            behind = place.target.iteration + (not place.target.is_end)
+            if behind > num_iterations or place.is_before_loop:
                 return  # the others have been through it
             place.arrive(in_no_loader=True)
             place.point.restore_generators()
         self._loops += 1
         try:
             while True:
+                here.is_end = self.iteration_number >= num_iterations
                 self._passes.at_point()
+                here.is_end = False
                 if (before := here.iteration) >= num_iterations:
                     return self._running.loop_is_over()
                 place.seeds.for_data(before)  # the body may draw its data

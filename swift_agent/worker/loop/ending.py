@@ -18,6 +18,7 @@ from swift_agent.worker.loop.recovery import Recovery
 from swift_agent.worker.replicas.comparison import Comparison
 from swift_agent.worker.replicas.fingerprints import Fingerprints
 from swift_agent.worker.replicas.kernels import checksum
+from swift_agent.worker.tracked.epoch_loops import told_missing
 from swift_agent.worker.tracked.loop_state import Place
 from swift_agent.worker.tracked.tracked import Tracked
 from swift_recovery.planning.reports import ranges_of
@@ -64,6 +65,8 @@ class Ending:
 
     def wait(self) -> None:
         supervisor, place = self._supervisor, self._place
+        if why := told_missing(place):
+            supervisor.give_up(why)
         place.target = None
         place.keep_start()
         while True:

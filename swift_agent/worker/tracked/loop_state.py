@@ -40,26 +40,27 @@ class Place:
     """One per worker. *lock* is the supervisor's: it guards *status*, *inside*, *owed* and the counts of *here*, but
     where `Supervisor.enter` does.
 
-    *here*: where the loop is. *target*: where a replacement has to get to. *dry_iterations*, *dry_sections*: a
-    replacement holds the state before that iteration, its script is still before it; what comes earlier runs without
-    effect, and what is small comes into force when the script gets there. *repeats*: a replacement has not come to an
-    iteration of its own yet; *replays_before*: it repeats those before that one from logs; *replays_alone*: and needs
-    nobody for it; *restored_sections*: so many are in the checkpoint that it began with. *units*: of the batches of
-    *here*; *target_units*: of those of *target*, which may be those of a job of another size. *drawn*: so many batches
-    have been handed out since the point was kept, and no iteration has used them yet: a replacement gets them again.
+    *here*: where the loop is. *target*: where a replacement has to get to; *later*: the same, when it has come to the
+    end of the last loop of epochs before that. *dry_iterations*, *dry_sections*: a replacement holds the state before
+    that iteration, its script is still before it; what comes earlier runs without effect, and what is small comes into
+    force when the script gets there. *repeats*: a replacement has not come to an iteration of its own yet;
+    *replays_before*: it repeats those before that one from logs; *replays_alone*: and needs nobody for it;
+    *restored_sections*: so many are in the checkpoint that it began with. *units*: of the batches of *here*;
+    *target_units*: of those of *target*, which may be those of a job of another size. *drawn*: so many batches have
+    been handed out since the point was kept, and no iteration has used them yet: a replacement gets them again.
     *local_result*: since the last point, the collective of a section that the others had finished: this rank has its
     own values only.
     *passed*: a replacement has arrived in a loop without a loader, this is where its loader is. *is_before_epoch*: it
-    is in an epoch before that of *target*, and what it does there has been counted. *carries*: why this script's
-    replacements cannot go on as their predecessors would have, empty if that is not known; *remakes*: but can once the
-    iteration before has been run once more (`remade`), which is due before the next one if *has_to_remake*;
-    *remaking*: the one that runs now for that; *has_to_fit*: and has to be given what it was given at first; *lacks*:
-    the checkpoint that all have begun with does not have what is carried. *began*: the generation in which all began,
-    rank 0's, the same on all ranks. *has_recovered*: this process, once. *gradients_differ*: replicas begin the next
-    iteration with gradients that are not the same, which do no harm if it clears them first. *leaves*: a library has
-    said that the call which runs leaves its update, with gradients of this rank only, and makes one of so many batches;
-    0: none has. *changing*: numbers that loaders, samplers and streams of the script keep from pass to pass, as far as
-    this process has seen, or was told.
+    is in an epoch before that of *target*, or before its loop, and what it does there has been counted. *carries*: why
+    this script's replacements cannot go on as their predecessors would have, empty if that is not known; *remakes*: but
+    can once the iteration before has been run once more (`remade`), which is due before the next one if
+    *has_to_remake*; *remaking*: the one that runs now for that; *has_to_fit*: and has to be given what it was given at
+    first; *lacks*: the checkpoint that all have begun with does not have what is carried. *began*: the generation in
+    which all began, rank 0's, the same on all ranks. *has_recovered*: this process, once. *gradients_differ*: replicas
+    begin the next iteration with gradients that are not the same, which do no harm if it clears them first. *leaves*: a
+    library has said that the call which runs leaves its update, with gradients of this rank only, and makes one of so
+    many batches; 0: none has. *changing*: numbers that loaders, samplers and streams of the script keep from pass to
+    pass, as far as this process has seen, or was told.
     *begun*: which step has begun last ("iteration", "section" or "barrier" with the way to it), and after how many
     iterations and sections; *begun_by_others*: of the rank that gave a replacement its state, until it comes there.
     """
@@ -73,6 +74,7 @@ class Place:
         process could join the others."""
         self.here = Position()
         self.target: Position | None = None
+        self.later: Position | None = None
         self.owed: Owed | None = None
         self.dry_iterations = 0
         self.repeats = False
@@ -139,7 +141,7 @@ class Place:
         # Not a `Position`: to make one takes longer, and this is done in every iteration.
         self._point_at = (
             here.iteration, here.epoch, here.passes, here.batch, here.sections, here.epoch_passes, here.epoch_sections,
-            here.is_told, here.peeks,
+            here.is_told, here.peeks, here.loop, here.is_end,
         )  # fmt: skip
         self._point_units = self.units
         self._moved = False
@@ -188,16 +190,28 @@ class Place:
 
     # ---- the loop ----
 
+    @property
+    def is_before_loop(self) -> bool:
+        """A replacement has not come to the loop of epochs of its point."""
+        return self.target is not None and (self.target.loop or 0) > (self.here.loop or 0)
+
+    def comes_to_loop(self) -> None:
+        """To one without epochs, or to a pass over a loader."""
+        if self.later is not None:
+            self.target, self.later = self.later, None
+
     def arrive(self, *, in_no_loader: bool = False) -> None:
         """A replacement has reached the point at which it joined: from here on it is like the others."""
         assert self.target is not None
         self.here.iteration = self.target.iteration
         self.here.passes = self.target.passes
-        self.here.sections = self.target.sections  # those among the batches that are skipped are not called again
+        # Those among the batches that are skipped are not called again; others it may have made after that point.
+        self.here.sections = max(self.here.sections, self.target.sections)
         self.here.peeks = self.target.peeks
         self.is_before_epoch = False
         self.passed = self.target if in_no_loader and self.target.batch else None
         self.target = None
+        self.point.restore()  # what the script has done on its way to small things is done in it already
 
     @property
     def is_behind(self) -> bool:
@@ -253,7 +267,7 @@ class Place:
         assert self.tracked is not None
         if not from_checkpoint:
             self.tracked.count_on(offer)
-        target, start = Position(**offer["position"]), offer["start"]
+        target, start = Position(**{"loop": None} | offer["position"]), offer["start"]
         target.peeks = tuple(target.peeks)
         self.seeds.common = offer.get("common_seed", self.seeds.common)
         if not from_checkpoint:
@@ -269,9 +283,10 @@ class Place:
             self.tracked.settle()
             if self.status == "empty":
                 self.here = replace(
-                    target, passes=target.epoch_passes, sections=target.epoch_sections, batch=0, peeks=()
-                )
-                self.is_before_epoch = target.is_told
+                    target, passes=target.epoch_passes, sections=target.epoch_sections, batch=0, peeks=(), loop=0,
+                    is_end=False,
+                )  # fmt: skip
+                self.is_before_epoch = target.is_told or bool(target.loop)
                 self.target, self.target_units = target, Units(**offer["units"])
                 self.tracked.give_first_steps(offer.get("pipelines", {}))
                 self.dry_iterations, self._catch_up = iteration, start

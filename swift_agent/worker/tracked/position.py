@@ -15,7 +15,9 @@ class Position:
     *passes* counts finished passes over a loader, *batch* the batches taken in the current one, *sections* the finished
     `@job.resilient` calls. The `epoch_*` fields are the counts at the begin of the current epoch, that of `job.epochs`,
     or (*is_told*) the one that the script has told its sampler. *peeks*: the passes of this epoch that the script has
-    left after one batch, which no iteration has used, and the last one before.
+    left after one batch, which no iteration has used, and the last one before. *loop*: so many loops of `job.epochs`
+    have begun; None in what a version wrote that did not count them: the first one. *is_end*: at the end of a
+    loop without a loader, not at the beginning of what comes next after as many iterations.
     """
 
     iteration: int = 0
@@ -27,6 +29,8 @@ class Position:
     epoch_sections: int = 0
     is_told: bool = False
     peeks: tuple[int, ...] = ()
+    loop: int | None = 0
+    is_end: bool = False
 
     def begin_epoch(self, epoch: int, *, is_told: bool) -> None:
         self.epoch, self.is_told = epoch, is_told

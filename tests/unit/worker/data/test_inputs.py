@@ -150,7 +150,7 @@ class Script:
         seeds.settle()
         self.place = Place(0, seeds, threading.RLock())
         self.place.target, self.place.target_units = target, Units(1)
-        self.place.point = SimpleNamespace(restore_generators=lambda: None)  # type: ignore[assignment]
+        self.place.point = SimpleNamespace(restore=lambda: None, restore_generators=lambda: None)  # type: ignore[assignment]
         self.notes: list[str] = []
         self.unfit: list[str] = []
         self.points: list[tuple[int, int, int]] = []

@@ -214,7 +214,7 @@ def script(loader: Any, *, target: Position | None = None, group: int | None = N
     seeds.common = 77
     place = Place(1, seeds, threading.RLock())
     place.target, place.target_units = target, Units(2)
-    place.point = SimpleNamespace(restore_generators=lambda: None)  # type: ignore[assignment]
+    place.point = SimpleNamespace(restore=lambda: None, restore_generators=lambda: None)  # type: ignore[assignment]
     running: Any = SimpleNamespace(at_point=lambda: None)
     inputs = Inputs(place, None, None, print, pytest.fail)
     passes = Passes(place, running, Draws(place, print), inputs, lambda: None, 2, print)

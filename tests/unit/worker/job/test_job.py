@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from swift_agent.worker.job import restarts
 from swift_agent.worker.job.job import Job, JobPosition
 from swift_agent.worker.tracked.loop_state import Place
 from swift_agent.worker.tracked.named import Named
-from swift_agent.worker.tracked.position import Position, Units
+from swift_agent.worker.tracked.position import Position
 from swift_agent.worker.tracked.seeds import Seeds
 
 
@@ -87,18 +88,15 @@ def test_a_loader_is_no_state_and_what_cannot_give_its_state_is_named(job: Job) 
 
 def looping(*, target: Position | None = None) -> Job:
     """One whose loop begins without groups."""
-    place: Any = SimpleNamespace(
-        here=Position(), target=None, owed=None, inside="", drawn=0, units=Units(), seeds=Seeds("user", 1, 0),
-        status="fresh" if target is None else "empty", point=SimpleNamespace(restore_generators=lambda: None),
-        passed=None, keep_point=lambda: None, target_units=Units(),
-    )  # fmt: skip
-    place.arrive = lambda in_no_loader: Place.arrive(place, in_no_loader=in_no_loader)
+    place = Place(0, Seeds("user", 1, 0), threading.RLock())
+    place.status = "fresh" if target is None else "empty"
+    place.point = SimpleNamespace(restore=lambda: None, restore_generators=lambda: None)  # type: ignore[assignment]
     running: Any = SimpleNamespace(at_point=lambda: None, loop_is_over=lambda: None)
     made = Job(0, 0, 1, torch.device("cpu"), place, running, None)
 
     def begin() -> None:
         made._begun = True
-        place.target, place.here = target, place.here if target is None else replace(target, batch=0)
+        place.target, place.here = target, place.here if target is None else replace(target, batch=0, loop=0)
 
     made._begin = begin  # type: ignore[method-assign]
     return made
@@ -132,7 +130,7 @@ def test_a_script_with_a_snapshot_of_its_own_begins_where_that_is() -> None:
     replacement = looping(target=Position(iteration=5, epoch=4))
     assert replacement.is_replacement and replacement.position == JobPosition(5, 4, 0, 0)
     assert taken(replacement, replacement.iterations(6, start=2)) == [5], "the others are further"
-    assert list(looping(target=Position(epoch=4)).epochs(6, start=1)) == [4, 5]
+    assert list(looping(target=Position(epoch=4, loop=1)).epochs(6, start=1)) == [4, 5]
     late = looping()
     late._begin()
     with pytest.raises(UsageError, match="it must come first"):

@@ -1,0 +1,62 @@
+"""The head first, then all: one loop over epochs after the other, with a validation and another learning rate between
+them, and iterations without a loader in the end."""
+
+from __future__ import annotations
+
+import hooks
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import swift_agent as swift
+
+
+def main() -> None:
+    hooks.begin()
+    job = swift.init()
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(16, 8), torch.randn(16, 1))
+    loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data, job.world_size, job.rank))
+    model = DDP(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    job.track(model=model, optimizer=optimizer)
+
+    @job.iteration
+    def train(x: torch.Tensor, y: torch.Tensor) -> None:
+        loss = F.mse_loss(model(x), y)
+        hooks.moment("inside", job.iteration_number)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        hooks.moment("after", job.iteration_number)
+
+    @job.resilient
+    def validate() -> float:
+        with torch.no_grad():
+            loss = F.mse_loss(model.module(data.tensors[0]), data.tensors[1])
+        dist.all_reduce(loss)
+        return loss.item()
+
+    def loop(epochs: int) -> None:
+        validate()
+        for _ in job.epochs(epochs):
+            for x, y in job.batches(loader):
+                hooks.moment("before", job.iteration_number)
+                train(x, y)
+
+    loop(2)
+    optimizer.param_groups[0]["lr"] *= 0.1  # also in a replacement, which has it from the others already
+    loop(3)
+    for number in job.iterations(14):
+        hooks.moment("before", number)
+        train(torch.randn(4, 8), torch.randn(4, 1))
+        validate()
+    validate()
+    hooks.finish(job, list(model.parameters()), optimizer)
+
+
+if __name__ == "__main__":
+    main()
