@@ -62,23 +62,40 @@ class Named:
         modules = {name: pipelining.pipeline_stage(one) for name, one in models.items()}
         self.is_stage = self.is_stage or any(module is not None for module in modules.values())
         self._log_messages = self._log_messages if log_messages is None else log_messages
-        pending["models"].update({name: modules[name] or one for name, one in models.items()})
+        for name, one in models.items():
+            self._name("models", name, modules[name] or one)
         for name, one in named("optimizer", optimizer).items():
-            pending["optimizers"][name] = unsupported.unwrapped_optimizer(one)
+            self._name("optimizers", name, unsupported.unwrapped_optimizer(one))
             if scaler is None and (found := unsupported.scaler_of(one)) is not None:
                 pending["others"].setdefault("scaler", found)
         for name, value in {"scheduler": scheduler, "scaler": scaler, **others}.items():
             for one_name, one in named(name, value).items():
                 # An average's parameters come from a replica, as those of any model.
-                pending["models" if isinstance(one, nn.Module) else "others"][one_name] = one
+                self._name("models" if isinstance(one, nn.Module) else "others", one_name, one)
         # What `job.batches` positions has a state of this rank only; of anything else that is all there is.
         has_state = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
         if has_state and not isinstance(loader, DataLoader):
-            pending["others"]["loader"] = loader
+            self._name("others", "loader", loader)
         if replicas is not None:
             self.replicas = sorted(replicas)
         self.overlap_update, self.exact = self.overlap_update or overlap_update, self.exact or exact
         check(pending, overlap_update=self.overlap_update, replicas=self.replicas)
+
+    def _name(self, kind: str, name: str, one: Any) -> None:
+        before = self.pending[kind].get(name, one)
+        is_wrapped = isinstance(one, nn.Module) and isinstance(before, nn.Module) and _parts(one) == _parts(before)
+        if before is not one and not is_wrapped:
+            how = "" if name == "loader" else f': job.track({name.partition(".")[0]}={{"a": ..., "b": ...}}) has both'
+            raise UsageError(
+                f"job.track(): {name} was another {type(before).__name__} in a call before, which would not be tracked "
+                f"any more. Give each a name of its own{how}"
+            )
+        self.pending[kind][name] = one
+
+
+def _parts(model: nn.Module) -> set[int]:
+    """What another wrapper of the same model has as well."""
+    return {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
 
 
 def named(kind: str, value: Any) -> dict[str, Any]:
