@@ -6,7 +6,9 @@ communicate to rebuild one: the layout comes in as an argument.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -42,10 +44,50 @@ class _LayoutSource(dist.ProcessGroup):
         return Finished()
 
 
+# By module: a reducer, its parameters, and whether it expects sparse gradients of each.
+_made_with: weakref.WeakKeyDictionary[DDP, tuple[Any, list[torch.Tensor], list[bool]]] = weakref.WeakKeyDictionary()
+
+
 def _parameters(ddp: DDP) -> tuple[list[torch.Tensor], list[bool]]:
-    """Those of the reducer, in its order, and whether it expects sparse gradients of each."""
+    """Those of the reducer, in its order, and whether it expects sparse gradients of each. They are those that required
+    gradients when it was made; a script may have switched that since (of the network of a GAN whose turn it is not).
+    """
+    known = _made_with.get(ddp)
+    if known is None or known[0] is not ddp.reducer:
+        known = _made_with[ddp] = (ddp.reducer, *_find_parameters(ddp))
+    return known[1], known[2]
+
+
+def _find_parameters(ddp: DDP) -> tuple[list[torch.Tensor], list[bool]]:
     parameters, expect_sparse = ddp._build_params_for_reducer()  # type: ignore[no-untyped-call]
+    made: Any = ddp._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+    now = (len(parameters), sum(each.nbytes for each in parameters))
+    if now == (made.get("num_parameter_tensors"), made.get("total_parameter_size_bytes")):
+        return parameters, expect_sparse
+    # Memory of the size of all gradients for a moment; so not where nothing was switched.
+    held = [each for bucket in ddp.reducer._get_zeros_like_grad_buckets() for each in bucket.parameters()]
+    with _requiring_gradients(ddp, held):
+        parameters, expect_sparse = ddp._build_params_for_reducer()  # type: ignore[no-untyped-call]
     return parameters, expect_sparse
+
+
+@contextlib.contextmanager
+def _requiring_gradients(ddp: DDP, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Inside, these parameters of the module require gradients, and no others."""
+    wanted = {id(each) for each in parameters}
+    switched = [each for each in ddp.module.parameters() if each.requires_grad != (id(each) in wanted)]
+    try:
+        for each in switched:
+            each.requires_grad_(not each.requires_grad)
+        yield
+    finally:
+        for each in switched:
+            each.requires_grad_(not each.requires_grad)
+
+
+def is_frozen(ddp: DDP) -> bool:
+    """No parameter of the reducer requires a gradient now."""
+    return not any(each.requires_grad for each in _parameters(ddp)[0])
 
 
 def num_reducer_parameters(ddp: DDP) -> int:
@@ -125,9 +167,11 @@ def renew_reducer(ddp: DDP) -> None:
         if name == str(kind):
             builtin = kind
     parameters, expect_sparse = _parameters(ddp)
-    names = ddp._build_debug_param_to_name_mapping(parameters)  # type: ignore[no-untyped-call]
-    ddp.reducer._remove_autograd_hooks()
-    ddp._ddp_init_helper(parameters, expect_sparse, names, ddp.static_graph)  # type: ignore[no-untyped-call]
+    with _requiring_gradients(ddp, parameters):
+        names = ddp._build_debug_param_to_name_mapping(parameters)  # type: ignore[no-untyped-call]
+        ddp.reducer._remove_autograd_hooks()
+        ddp._ddp_init_helper(parameters, expect_sparse, names, ddp.static_graph)  # type: ignore[no-untyped-call]
+    _made_with[ddp] = (ddp.reducer, parameters, expect_sparse)
     if builtin is not None:
         ddp._register_builtin_comm_hook(builtin)  # type: ignore[no-untyped-call]
     hooks = list(ddp._comm_hooks)

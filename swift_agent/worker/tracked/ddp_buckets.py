@@ -47,7 +47,7 @@ def check_supported(ddp: DDP) -> None:
 
 
 def bucket_layout(ddp: DDP) -> Layout:
-    """The current buckets in the order of their reduction, as indices into the parameters that require gradients."""
+    """The current buckets in the order of their reduction, as indices into the parameters that the reducer has."""
     known = _known_layouts.get(ddp)
     if known is None or known[0] is not ddp.reducer or known[1] != buckets_rebuilt(ddp):
         known = (ddp.reducer, buckets_rebuilt(ddp), torch_ddp.read_layout(ddp))
@@ -165,7 +165,7 @@ class BucketKeeper:
             self._hook = self.ddp.register_forward_pre_hook(self._count)
 
     def _count(self, module: torch.nn.Module, arguments: Any) -> None:
-        if not (torch.is_grad_enabled() and self.ddp.require_backward_grad_sync):
+        if not (torch.is_grad_enabled() and self.ddp.require_backward_grad_sync) or torch_ddp.is_frozen(self.ddp):
             return
         self._num_to_come -= 1
         if self._num_to_come == 0:

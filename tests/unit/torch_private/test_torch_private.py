@@ -233,6 +233,39 @@ def test_a_layout_of_another_model_is_refused(world: None) -> None:
         torch_ddp.rebuild_layout(small(), [[0, 1]])
 
 
+@pytest.mark.parametrize("when", ["before anybody looked", "after that"])
+def test_a_reducer_keeps_its_parameters_whatever_is_frozen_later(world: None, when: str) -> None:
+    """As the discriminator of a GAN, while the generator has its turn; one layer was frozen from the beginning."""
+
+    def made() -> DDP:
+        torch.manual_seed(0)
+        layers = [torch.nn.Linear(8, 8) for _ in range(4)]
+        layers[1].requires_grad_(False)
+        return DDP(torch.nn.Sequential(*layers), bucket_cap_mb=0.0004)
+
+    model, expected = made(), made()
+    if when == "after that":
+        assert torch_ddp.num_reducer_parameters(model) == 6
+    model.requires_grad_(False)
+    model.module[1].requires_grad_(True)
+    assert torch_ddp.num_reducer_parameters(model) == 6 and torch_ddp.is_frozen(model)
+    assert torch_ddp.read_layout(model) == torch_ddp.read_layout(expected)
+    switched = [parameter.requires_grad for parameter in model.parameters()]
+    torch_ddp.renew_reducer(model)
+    assert [parameter.requires_grad for parameter in model.parameters()] == switched
+    for parameter, other in zip(model.parameters(), expected.parameters(), strict=True):
+        parameter.requires_grad_(other.requires_grad)
+    assert not torch_ddp.is_frozen(model)
+    for each in (model, expected):
+        backward(each)
+        backward(each)
+    model.requires_grad_(False)
+    assert torch_ddp.read_layout(model) == torch_ddp.read_layout(expected)
+    assert len(torch_ddp.read_layout(model)) > 1 and model._has_rebuilt_buckets
+    for parameter, other in zip(model.parameters(), expected.parameters(), strict=True):
+        assert other.grad is None or (parameter.grad is not None and parameter.grad.equal(other.grad))
+
+
 def test_an_unfinished_backward_is_found_and_reset(world: None) -> None:
     model = small()
     backward(model)
@@ -370,6 +403,33 @@ def test_the_keeper_knows_which_layout_belongs_to_which_iteration(world: None) -
     surgery.reset_after_abort(model)
     backward(model)
     assert surgery.bucket_layout(model) == final
+
+
+def test_the_keeper_of_a_network_that_is_frozen_now_and_then(world: None) -> None:
+    """It was when the first forward came, which so had no backward; and is when a failure, or a checkpoint, comes."""
+    model = small()
+    keeper = surgery.BucketKeeper(model)
+    keeper.begin(0)
+    model.requires_grad_(False)
+    model(torch.ones(2, 8))
+    assert keeper.layout_for(1) is None and keeper.is_settled(1)
+    model.requires_grad_(True)
+    keeper.begin(1)
+    backward(model)
+    model.requires_grad_(False)
+    final = keeper.layout_for(2)
+    assert final is not None and len(final) > 1
+    replacement = small()
+    other = surgery.BucketKeeper(replacement)
+    replacement.requires_grad_(False)
+    for one in (keeper, other):
+        one.restore(final)
+        one.ddp.requires_grad_(True)
+        backward(one.ddp)
+        one.ddp.requires_grad_(False)
+        assert surgery.bucket_layout(one.ddp) == one.layout_for(3) == final
+        one.restore(None)
+    assert surgery.bucket_layout(model) == surgery.bucket_layout(replacement) == [list(range(8))]
 
 
 def test_buffers_are_left_alone_where_ddp_would_leave_them(world: None) -> None:
