@@ -1,12 +1,14 @@
 """The small part of a training state at one point of the loop, so that an interrupted iteration can be repeated.
 
 Kept: buffers of models, hyper-parameters of optimizers, state of the other objects, which gradients did not exist and,
-when asked, the generators; gradients, where ``TrainingState.carried`` says that an update is yet to use them. Never
-kept: parameters and optimizer state, which an iteration changes at its end only.
+when asked, the generators, and modes (the training flag of each module, ``requires_grad`` of each parameter);
+gradients, where ``TrainingState.carried`` says that an update is yet to use them. Never kept: parameters and optimizer
+state, which an iteration changes at its end only.
 Taken at every iteration, so it must never wait for a device and must cost microseconds.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -25,6 +27,9 @@ from swift_recovery.state.training_state import TrainingState
 # Buffers up to this size are copied every time. Larger ones (masks, tables) only when their version or their memory
 # changed: a kernel may write without telling the version (BatchNorm does), but such buffers are small.
 ALWAYS_COPIED_BYTES = 1 << 20
+
+
+_IS_TRAINING, _REQUIRES_GRADIENT = itemgetter("training"), attrgetter("requires_grad")
 
 
 class _Buffer:
@@ -72,10 +77,12 @@ class Snapshot:
     Modules with buffers are looked up once, here; a module that registers its first buffer later is not seen.
     A scheduler and the learning rate that it wrote into an optimizer are kept together. *watch*: the class `Watch` of
     swift-agent's native library, which makes taking faster. *by_hand*: with parameters that no optimizer updates, as
-    far as they change; these are restored, but in no :meth:`tree`.
+    far as they change; *modes*: with modes. These are restored, but in no :meth:`tree`.
     """
 
-    def __init__(self, state: TrainingState, watch: Any | None = None, *, by_hand: bool = False) -> None:
+    def __init__(
+        self, state: TrainingState, watch: Any | None = None, *, by_hand: bool = False, modes: bool = False
+    ) -> None:
         self._state = state
         self.by_hand = ByHand(state.loose_parameters() if by_hand else ())
         self._buffers: list[tuple[str, dict[str, Tensor | None], dict[str, _Buffer | None]]] = [
@@ -85,6 +92,11 @@ class Snapshot:
             if module._buffers
         ]
         self._parameters = state.parameters()
+        # As mappings: to ask a module takes three times as long. A wrapper without a flag of its own has another's.
+        flags = [vars(module) for model in state.models.values() for module in model.modules()] if modes else []
+        self._flags = [each for each in flags if "training" in each]
+        self._switched = self._parameters if modes else []
+        self._modes: tuple[list[bool], list[bool]] = [], []
         self._devices = {parameter.device for parameter in self._parameters}
         self._groups: dict[str, list[dict[str, Any]]] = {}
         self._others: dict[str, Any] = {}
@@ -98,14 +110,15 @@ class Snapshot:
         """Whether `take`, without generators, would keep what is kept already. Cheaper than to take it; may be false
         although it is so."""
         if self._watch is not None and not self._buffers and not state.others and not self.by_hand:
-            self.is_current = self._watch.is_same
+            is_same = self._watch.is_same
+            self.is_current = (lambda: is_same() and self._modes == self._modes_now()) if modes else is_same
 
     def take(self, rng: bool = False) -> None:
         """Keep the state as it is now, with the generators if *rng*. Replaces what was kept before.
 
         With *watch* under 2 us if there are neither buffers nor other objects and nothing has changed, otherwise 10 us
         (a few times that where an iteration has just emptied the caches); a buffer adds about 1 us and the time to copy
-        it.
+        it, modes 10 us for 100 modules with a parameter each.
         """
         self._taken = False
         if self._buffers:
@@ -118,8 +131,24 @@ class Snapshot:
             self._take_carried()
         if self._state.others:
             self._others = {n: stateful.copy_tree(stateful.capture(other)) for n, other in self._state.others.items()}
+        self.keep_modes()
         self._generators = capture_generators(self._devices) if rng else None
         self._taken = True
+
+    def keep_modes(self) -> None:
+        """Of all that is kept the modes alone, as they are now: by themselves they need no other."""
+        self._modes = self._modes_now()
+
+    def _modes_now(self) -> tuple[list[bool], list[bool]]:
+        return [*map(_IS_TRAINING, self._flags)], [*map(_REQUIRES_GRADIENT, self._switched)]
+
+    def _put_modes(self) -> None:
+        training, required = self._modes
+        for flags, flag in zip(self._flags, training, strict=True):
+            flags["training"] = flag
+        for parameter, flag in zip(self._switched, required, strict=True):
+            if parameter.requires_grad != flag:
+                parameter.requires_grad_(flag)
 
     def _take_buffers(self) -> None:
         targets: list[Tensor] = []
@@ -213,6 +242,7 @@ class Snapshot:
         copy_all(targets, sources)
         if buffers:
             self.by_hand.put_back()
+        self._put_modes()
         # Before the hyper-parameters: a scheduler's load_state_dict may write a learning rate of its own.
         for name, tree in self._others.items():
             stateful.apply(self._state.others[name], stateful.copy_tree(tree))

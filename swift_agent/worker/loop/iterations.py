@@ -84,6 +84,7 @@ class Iterations:
                     self.over.remake(call, number)
                 if self._recovery.modes.is_due:
                     self._recovery.modes.begin(number)
+                    place.start.keep_modes()
                 place.seeds.for_iteration(number)
                 tracked.begin(number)
                 self._standing.begins(number)

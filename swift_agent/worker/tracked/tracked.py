@@ -311,7 +311,7 @@ class Tracked:
         others = {n: other for n, other in state.others.items() if not isinstance(other, torch.amp.GradScaler)}
         side = TrainingState(state.models, state.optimizers, others)
         side.carried = state.carried
-        return Snapshot(side)
+        return Snapshot(side, modes=True)
 
     def checksum(self) -> int:
         return checksum(self.state.replicated_tensors())

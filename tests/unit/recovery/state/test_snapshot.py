@@ -149,6 +149,55 @@ def test_a_large_buffer_is_copied_only_when_it_changed() -> None:
     assert model.large is live and live.numel() == kept.copy.numel() and bool((live == 5).all())
 
 
+class SameWatch:
+    """The native one, of a loop that changes nothing that it looks at."""
+
+    def __init__(self, parameters: list[Tensor], optimizers: list[Any]) -> None:
+        self.kept = False
+
+    def is_same(self) -> bool:
+        return self.kept
+
+    def keep(self) -> None:
+        self.kept = True
+
+    def forget(self) -> None:
+        self.kept = False
+
+
+def test_modes_are_put_back_and_sent_to_nobody() -> None:
+    """A GAN freezes one network while the other has its turn; a section calls eval()."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
+    model[0].bias.requires_grad_(False)
+    snapshot = Snapshot(TrainingState({"m": model}), SameWatch, modes=True)
+
+    def modes() -> list[bool]:
+        return [*(each.training for each in model.modules()), *(each.requires_grad for each in model.parameters())]
+
+    begin = modes()
+    snapshot.take()
+    assert snapshot.is_current()
+    model[1].eval()
+    assert not snapshot.is_current()
+    model[1].train()
+    model.requires_grad_(False)
+    assert not snapshot.is_current()
+    model.eval()
+    snapshot.restore(buffers=False)
+    assert modes() == begin
+    model.eval()
+    model.requires_grad_(True)
+    later = modes()
+    snapshot.keep_modes()
+    snapshot.install(snapshot.tree())
+    assert modes() == later
+    plain = Snapshot(TrainingState({"m": model}))
+    plain.take()
+    model.train()
+    plain.restore()
+    assert model.training
+
+
 def test_gradients_that_existed_are_cleared_in_place() -> None:
     model = nn.Linear(2, 2)
     model.weight.grad = torch.zeros(2, 2)

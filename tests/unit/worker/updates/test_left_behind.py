@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from swift_agent.errors import UsageError
+from swift_agent.errors import PeerFailure, UsageError
 from swift_agent.wire.channel import WorkerChannel
 from swift_agent.worker.groups.process_groups import ProcessGroups
 from swift_agent.worker.job.job import Job
@@ -180,6 +180,33 @@ def test_who_makes_it_after_all_leaves_them(worker: Worker, clears: bool, monkey
     assert worker.gradients() == ([None, None] if clears else expected.gradients())
     assert worker.place.here.iteration == 1 and worker.tracked.state.carried == expected.tracked.state.carried
     expected.close()
+
+
+def test_an_iteration_is_repeated_with_the_modes_that_it_began_with(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those that a replacement has from another rank right before it."""
+    recovery, model, seen = worker.loop.recovery, worker.model, list[tuple[bool, ...]]()
+
+    def begin(number: int) -> None:
+        model.weight.requires_grad_(False)
+        recovery.modes.is_due = False
+
+    def function() -> None:
+        seen.append((model.weight.requires_grad, model.bias.requires_grad, model.training))
+        model.eval()
+        model.bias.requires_grad_(False)
+        if len(seen) == 1:
+            raise PeerFailure("cut")
+
+    recovery.modes.is_due = True
+    monkeypatch.setattr(recovery.modes, "begin", begin)
+    monkeypatch.setattr(recovery, "wait_quiet", lambda: None)
+    monkeypatch.setattr(recovery, "was_cut", lambda error: isinstance(error, PeerFailure))
+    monkeypatch.setattr(recovery, "run", lambda: True)
+    monkeypatch.setattr(worker.loop.iterations, "_next_if_ahead", lambda: None)
+    worker.loop.iterations.run(function)
+    assert seen == [(False, True, True)] * 2
 
 
 def test_a_script_touches_gradients_in_any_way() -> None:
