@@ -27,6 +27,7 @@ from swift_agent.agent.injection.injector import injecting
 from swift_agent.agent.lifecycle import commands, state
 from swift_agent.agent.lifecycle import events as msg
 from swift_agent.agent.lifecycle import machine as lc
+from swift_agent.agent.lifecycle.drain import end_of_signal
 from swift_agent.agent.lifecycle.isolation import ending_grace_s, why_not_ours
 from swift_agent.agent.metrics.meters import Meters, Requests
 from swift_agent.agent.patience import Patience
@@ -55,16 +56,14 @@ from swift_rendezvous.store.kv import KeyValueStore
 log = logging.getLogger(__name__)
 
 TICK_S = 0.5
-# Longer than any grace period.
-ENDING_S = 1e6
+ENDING_S = 1e6  # longer than any grace period
 # The loop has heard nobody for so much longer than it waits: this process was frozen, or busy.
 STOOD_S = 1.0
 SUCCESS_GRACE_S = 5.0
 
 
 class Agent:
-    _event_s = 0.0
-    """When the last event was handled, monotonic."""
+    _event_s = 0.0  # when the last event was handled, monotonic
     _executor: Executor
     _presence: Presence
 
@@ -326,11 +325,16 @@ class Agent:
 
     def _on_signal(self, received: signal.Signals, meaning: Meaning) -> None:
         why, grace_s = f"node {self._config.node_id} got {received.name}", self._config.preempt_grace_s
-        if meaning == "end":
-            self._reactor.post_in_signal_handler(lambda: self._stop(why, "operator"))
-        elif meaning == "notice":
+        if meaning == "notice":
             noticed = msg.Noticed(received.name, grace_s, time.monotonic() + grace_s)
             self._reactor.post_in_signal_handler(lambda: self._event(noticed))
+        else:
+            self._reactor.post_in_signal_handler(lambda: self._on_end_wanted(why, meaning == "hurry"))
+
+    def _on_end_wanted(self, why: str, in_hurry: bool) -> None:
+        if self._end is None:
+            line, self._end = end_of_signal(self._state.view, self._state.incarnation, why, in_hurry)
+            log.info("%s", line)
 
     # ---- what follows ----
 
@@ -385,10 +389,10 @@ class Agent:
         self._begin(back)
         self._on_view(back.first_view)
 
-    def _stop(self, why: str, cause: Literal["infrastructure", "operator"] = "infrastructure") -> None:
+    def _stop(self, why: str) -> None:
         if self._end is None:
             log.info("%s: the job ends here", why)
-            self._end = ResultRecord("stopped", why, cause=cause)
+            self._end = ResultRecord("stopped", why)
 
     def _fail(self, why: str) -> None:
         """A thread without which this agent is of no use has ended. The other nodes act at once."""

@@ -1,7 +1,7 @@
 """The signals that a node gets, caught from the first moment on, and what each of them means.
 
     the first one --notice-->   this node shall go: the job is told, and goes on without it
-                  --end------>  the job ends
+                  --end------>  the job ends, or a spare's part in it
     a second one  --end-->      a third one --hurry-->  nobody is waited for
 
 Until an agent looks after the signals there are a private etcd to stop and directories to remove. Raising in the middle

@@ -17,6 +17,9 @@ from typing import Any
 
 import pytest
 
+from swift_rendezvous.roster.keys import Keys
+from swift_rendezvous.store.etcd import EtcdStore
+from swift_rendezvous.store.etcd_config import EtcdConfig
 from tests.faults.test_drain import ITERATIONS, PIPELINE, assert_unnoticed, ctl, free, owner, status, wait_until
 from tests.support.job import Agents, Outcome
 from tests.support.pipelines import References
@@ -260,6 +263,42 @@ def test_another_signal_ends_the_job(start: Start) -> None:
     outcome = agents.wait(60)
     assert set(outcome.exit_codes.values()) == {STOPPED}, outcome.text()
     assert "node a got SIGINT: the job ends here" in outcome.output["a"]
+
+
+def test_ctrl_c_on_a_spare_ends_that_one_only(start: Start, undisturbed: Callable[..., str]) -> None:
+    agents = start("ab", "--spares", "1")
+    agents.start("c")
+    wait_until(agents, lambda: "c" in [one["node"] for one in status(agents)["nodes"]])
+    agents.running["c"].send_signal(signal.SIGINT)
+    code, words = end_of(agents, "c")
+    assert code == STOPPED and "node c got SIGINT: this spare leaves, and the job goes on" in words, words
+    assert "the job ends here" not in words and "Traceback" not in words
+    outcome = free(agents)
+    assert outcome.exit_codes == {"a": 0, "b": 0, "c": STOPPED}, outcome.text()
+    assert_unnoticed(outcome, undisturbed(iterations=ITERATIONS), {})
+
+
+def test_ctrl_c_while_it_hands_over_waits_for_that(start: Start, undisturbed: Callable[..., str]) -> None:
+    """Its successor is frozen until then: the state is nowhere else that is known to be safe."""
+    agents = start("ab", "--spares", "1", "--lease-ttl", "60")
+    agents.start("c")
+    wait_until(agents, lambda: "c" in [one["node"] for one in status(agents)["nodes"]])
+    going = owner(agents, 0)
+    agents.running["c"].send_signal(signal.SIGSTOP)
+    assert ctl(agents, "drain", going, "--timeout", "0.5")[0] == 1
+    config = EtcdConfig.from_environment({}, endpoints=agents.endpoint)
+    assert config is not None
+    with EtcdStore(config) as store:  # it knows that its slot is another's, and has said what its workers hold
+        wait_until(agents, lambda: store.get(Keys(agents.job_id).handover(2, 0)))
+    agents.running[going].send_signal(signal.SIGINT)
+    said = f"node {going} got SIGINT: it leaves as soon as its successor has its state, and the job goes on"
+    wait_until(agents, lambda: said in (agents.directory / f"agent.{going}.log").read_text())
+    agents.running["c"].send_signal(signal.SIGCONT)
+    code, words = end_of(agents, going)
+    assert code == 0 and f"node {going} was drained: c has slot 0 and its state" in words, words
+    outcome = free(agents)
+    assert set(outcome.exit_codes.values()) == {0}, outcome.text()
+    assert_unnoticed(outcome, undisturbed(iterations=ITERATIONS), {0: 2, 1: 2})
 
 
 PLAIN = """

@@ -85,6 +85,25 @@ def is_told(view: View, node_id: str, incarnation: str) -> bool:
     return drain is not None and drain.incarnation == incarnation and bool(drain.signal)
 
 
+def end_of_signal(view: View, incarnation: str, why: str, in_hurry: bool) -> tuple[str, ResultRecord | None]:
+    """What follows from a signal to this node that does not only tell it to go (Ctrl-C): the line for people, and how
+    the node ends; None: it goes on for now. *in_hurry*: one came before.
+
+    It ends the job where this node has a place, and before anybody has one. Else it is for this node alone."""
+    generation = view.generation
+    if generation is None or generation.slot_of(incarnation) is not None:
+        return f"{why}: the job ends here", ResultRecord("stopped", why, cause="operator")
+    if slot_left(generation, incarnation) is None:
+        line = f"{why}: this spare leaves, and the job goes on"
+    elif in_hurry:
+        line = f"{why}: it leaves before its successor has its state, which is taken for a loss; the job goes on"
+    else:
+        # What it holds may be the last copy. The handover takes an iteration.
+        line = f"{why}: it leaves as soon as its successor has its state, and the job goes on"
+        return f"{line}. Another signal ends it at once", None
+    return line, ResultRecord("stopped", line, cause="operator")
+
+
 def end_of_notice(
     view: View, node_id: str, incarnation: str, notice: Noticed, now_s: float
 ) -> tuple[Command, ...]:

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from swift_agent.agent.lifecycle import commands as cmd
+from swift_agent.agent.lifecycle import drain, rate, state
 from swift_agent.agent.lifecycle import events as msg
-from swift_agent.agent.lifecycle import rate, state
 from swift_agent.wire import messages as wire
 from swift_agent.wire.channel import WorkerChannel
 from swift_agent.worker.line.agent_line import Supervisor
 from swift_recovery.planning.plan import Plan
-from swift_rendezvous.roster.records import DrainRecord, PauseRecord, PlanRecord, TakenRecord
+from swift_rendezvous.roster.records import DrainRecord, PauseRecord, PlanRecord, ResultRecord, TakenRecord
 from tests.support.records import failure, generation, node, owner, view
 from tests.unit.agent.lifecycle.test_machine import STORE, Agent, next_generation, none_of, only, training
 
@@ -135,6 +135,28 @@ def test_who_was_drained_because_of_a_signal_was_preempted() -> None:
     agent.change(plan=PlanRecord(2, HANDS_OVER, "w"), store=STORE)
     gone = only(agent.change(taken={0: TakenRecord(0, "n2.1")}), cmd.LeaveJob).result
     assert (gone.state, gone.cause) == ("stopped", "preempted") and "n0 was drained: n2 has slot 0" in gone.why
+
+
+@pytest.mark.parametrize("in_hurry", [False, True])
+def test_ctrl_c_ends_the_job_where_there_is_a_place(in_hurry: bool) -> None:
+    for seen in (training().state.view, view(generation=None)):
+        line, end = drain.end_of_signal(seen, "n0.1", "node n0 got SIGINT", in_hurry)
+        assert line == "node n0 got SIGINT: the job ends here"
+        assert end == ResultRecord("stopped", "node n0 got SIGINT", cause="operator")
+
+
+def test_ctrl_c_on_a_spare_is_for_that_spare() -> None:
+    line, end = drain.end_of_signal(training().state.view, "n2.1", "node n2 got SIGINT", False)
+    assert line == "node n2 got SIGINT: this spare leaves, and the job goes on"
+    assert end == ResultRecord("stopped", line, cause="operator")
+
+
+def test_ctrl_c_on_a_node_that_hands_over_waits_for_that_once() -> None:
+    seen = handing_over().state.view
+    line, end = drain.end_of_signal(seen, "n0.1", "node n0 got SIGINT", False)
+    assert end is None and "as soon as its successor has its state" in line and "Another signal" in line
+    line, end = drain.end_of_signal(seen, "n0.1", "node n0 got SIGINT", True)
+    assert end == ResultRecord("stopped", line, cause="operator") and "before its successor has its state" in line
 
 
 def test_without_a_spare_it_says_in_the_end_that_it_is_lost() -> None:
