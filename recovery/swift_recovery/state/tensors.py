@@ -61,6 +61,11 @@ def layout_of(tensor: Tensor) -> Layout:
         raise StateError(f"a {kind} tensor cannot be copied to a replacement")
     if hasattr(tensor, "_local_tensor"):
         raise StateError("a sharded tensor (DTensor) is neither a parameter nor the state of an optimizer")
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__ and not _is_plain(tensor):
+        name = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
+        raise StateError(
+            f"a tensor of type {name}, which keeps its values in other tensors, cannot be copied to a replacement"
+        )
     shape, strides = tuple(tensor.shape), tuple(tensor.stride())
     keep = not tensor.is_contiguous() and _fills(shape, strides)
     return Layout(tensor.dtype, shape, strides if keep else None, tensor.device.type)
@@ -89,6 +94,16 @@ def wire_bytes(tensor: Tensor) -> Tensor:
         view = memory_bytes(tensor.detach().resolve_conj().resolve_neg().contiguous())
     assert view is not None
     return view
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor of a type with operations of its own has its values where those of any other are."""
+    try:
+        views = [wire_bytes(tensor) for _ in range(2)]
+    except (NotImplementedError, RuntimeError, TypeError):
+        return False
+    is_one = views[0].numel() == 0 or memory_bytes(tensor) is None or views[0].data_ptr() == views[1].data_ptr() != 0
+    return is_one and all(type(one) is Tensor and one.numel() == tensor.numel() * tensor.itemsize for one in views)
 
 
 def logical_bytes(tensor: Tensor) -> Tensor:

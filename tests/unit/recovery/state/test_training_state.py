@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
+from torch.testing._internal.two_tensor import TwoTensor
 
 from swift_recovery.errors import StateError
 from swift_recovery.state.checksum import checksum
@@ -414,3 +415,77 @@ def test_layouts() -> None:
     ):
         with pytest.raises(StateError):
             Layout.from_text(text)
+
+
+class Projector:
+    """As GaLore's, an object with a tensor."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def test_what_an_optimizer_keeps_is_named_if_it_cannot_be_copied() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = TrainingState({"net": model}, {"main": optimizer})
+    entry = {"step": 1, "average": torch.zeros(2), "sizes": [torch.Size([2])], "moments": (torch.ones(2), None)}
+    optimizer.state[model.weight] = dict(entry)
+    optimizer.state["shared"] = entry
+    state.check_optimizer("main")
+    places = (model.weight, r"its state of net\.weight: projector"), ("shared", r"its state: shared\.projector")
+    for what, where in places:
+        optimizer.state[what] = {**entry, "projector": {"first": Projector(torch.ones(2))}}
+        with pytest.raises(StateError, match=rf"'main': {where}\.first: object of type .*Projector.*plain tensors"):
+            state.check_optimizer("main")
+        optimizer.state[what] = {**entry, "average": TwoTensor(torch.zeros(2), torch.ones(2))}
+        with pytest.raises(StateError, match=r"average: a tensor of type .*TwoTensor, which keeps.*cannot be copied"):
+            state.check_optimizer("main")
+        optimizer.state[what] = dict(entry)
+
+
+class Counted(torch.Tensor):
+    """A tensor in all but its name."""
+
+
+class Wrapped(torch.Tensor):
+    """Operations of its own, and the values of another tensor in their place: as weights that are cast when used."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> "Wrapped":
+        made: Wrapped = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args = [one.inner if isinstance(one, cls) else one for one in args]
+        return function(*args, **(kwargs or {}))
+
+
+class Packed(Wrapped):
+    """Each operation has a copy, as where values are packed otherwise."""
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args = [one.inner.clone() if isinstance(one, cls) else one for one in args]
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_tensor_of_another_type_is_refused_where_its_memory_is_not_its_own() -> None:
+    values = torch.arange(6.0).view(2, 3)
+    for right in (values.as_subclass(Counted), nn.Parameter(values), Wrapped(values), Wrapped(torch.zeros(0))):
+        assert layout_of(right).shape == right.shape
+    assert torch.equal(wire_bytes(Wrapped(values)), wire_bytes(values))
+    for wrong in (TwoTensor(values, values), Packed(values)):
+        with pytest.raises(StateError, match=rf"a tensor of type .*\.{type(wrong).__name__}, which keeps its"):
+            layout_of(wrong)
+    model = nn.Linear(3, 2)
+    model.weight = nn.Parameter(TwoTensor(values, values.clone()))
+    with pytest.raises(StateError, match=r"net\.weight: a tensor of type .*TwoTensor"):
+        TrainingState({"net": model})
+    model = nn.Linear(3, 2)
+    model.register_buffer("table", TwoTensor(values, values))
+    with pytest.raises(StateError, match=r"table: a tensor of type .*TwoTensor"):
+        TrainingState({"net": model}).collect()
