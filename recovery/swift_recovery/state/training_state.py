@@ -83,6 +83,23 @@ class TrainingState:
                             "belongs to no tracked model; track the module that holds it as well"
                         )
 
+    def check_optimizer(self, name: str) -> None:
+        """Raise :class:`StateError` for what optimizer *name* has made in its state that cannot be copied."""
+        names = self.parameter_names()
+        for key, entry in self.optimizers[name].state.items():
+            values, where = {key: entry}, "its state"
+            if isinstance(key, Tensor):
+                values = {what: local_of(one) if isinstance(one, Tensor) else one for what, one in entry.items()}
+                where = f"its state of {names.get(id(key), 'a tensor')}"
+            try:
+                for tensor_keys, tensor in _encoded(values):
+                    _layout(tensor_keys, tensor)
+            except StateError as error:
+                raise StateError(
+                    f"optimizer '{name}': {where}: {error}. Use an optimizer that keeps plain tensors and numbers, or "
+                    "have it keep what the object has as entries of its state"
+                ) from None
+
     def parameters(self) -> list[nn.Parameter]:
         """All parameters, each once, in the order of the models."""
         return list({id(p): p for model in self.models.values() for p in model.parameters()}.values())
@@ -212,6 +229,14 @@ def _check_kind(name: str, optimizer: Optimizer) -> None:
             f"optimizer '{name}': ZeroRedundancyOptimizer spreads its state over ranks; no replica has it: use the "
             "optimizer itself, or fully_shard on a mesh of two dimensions (replicate, shard)"
         )
+
+
+def _encoded(tree: Any) -> list[tuple[tuple[object, ...], Tensor]]:
+    """The tensors of *tree*, each with its keys. Raises :class:`StateError`, with its path, for what is no plain data.
+    """
+    keys: list[tuple[object, ...]] = []
+    _, tensors = encode(tree, keys)
+    return list(zip(keys, tensors, strict=True))
 
 
 def _layout(path: str | tuple[object, ...], tensor: Tensor) -> Layout:

@@ -27,6 +27,7 @@ from swift_agent.worker.line.agent_line import Supervisor
 from swift_agent.worker.messages.cpp_messages import ways_past
 from swift_agent.worker.messages.messages import Messages
 from swift_agent.worker.tracked import ddp_buckets
+from swift_agent.worker.tracked.first_steps import FirstSteps
 from swift_agent.worker.tracked.named import Pending, check, ddps_of
 from swift_agent.worker.tracked.pipeline_steps import Pipelines
 from swift_agent.worker.updates import left_behind, overlapped, touched
@@ -125,10 +126,12 @@ class Tracked:
         self._left: GradientWatch | None = None
         self._touched: TouchedParameters | None = None
         self._unstepped: ChangedWithoutStep | None = None
+        self._first_steps: FirstSteps | None = None
         self._tells = rank == self.replicas[0]
         if supervisor is None:
             return
         self._carried = CarriedGradients(optimizers.values(), self._sharded)
+        self._first_steps = FirstSteps(self.state)
         if not overlap_update:
             self._touched = TouchedParameters(optimizers.values())
             self._unstepped = ChangedWithoutStep(optimizers.values())
@@ -174,7 +177,10 @@ class Tracked:
 
     def check_repeatable(self) -> None:
         """An iteration is over, one of the first. Raises `UsageError` for gradients that it has taken over from the one
-        before, and for an update without a step; says it if the script changes what an optimizer updates."""
+        before, for an update without a step, and for what an optimizer has made; says it if the script changes what one
+        updates."""
+        if self._first_steps is not None and not self._first_steps.look():
+            self._first_steps = None
         if self._unstepped is not None and self._unstepped.end(updated=self.updates.num_steps > 0):
             if self._unstepped.found:
                 raise UsageError(touched.without_step(self.names_of(map(id, self._unstepped.found))))
