@@ -82,6 +82,7 @@ IDIOMS: dict[str, Idiom] = {
     "per-step fault tolerance": Idiom("fault_tolerant_ddp.py"),
     "step with a closure": Idiom("closure_step.py"),
     "step with a closure, hsdp": Idiom("closure_step.py", args=("hsdp",), workers=2),
+    "optimizers that are not torch's own": Idiom("odd_optimizers.py"),
     "learning rate by a counter": Idiom("counted_rate.py", Told("lr of optimizer is", "failure", "restart")),
     "collective by a counter": Idiom(
         "counted_collective.py", Told("ranks make different collectives", "failure", "restart"), args=("own",)

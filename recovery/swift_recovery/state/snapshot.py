@@ -7,7 +7,7 @@ state, which an iteration changes at its end only.
 Taken at every iteration, so it must never wait for a device and must cost microseconds.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import attrgetter, itemgetter
 from typing import Any
 
@@ -77,13 +77,15 @@ class Snapshot:
     Modules with buffers are looked up once, here; a module that registers its first buffer later is not seen.
     A scheduler and the learning rate that it wrote into an optimizer are kept together. *watch*: the class `Watch` of
     swift-agent's native library, which makes taking faster. *by_hand*: with parameters that no optimizer updates, as
-    far as they change; *modes*: with modes. These are restored, but in no :meth:`tree`.
+    far as they change; *modes*: with modes. These are restored, but in no :meth:`tree`. *stays*: by optimizer,
+    hyper-parameters, by the number of their group, that :meth:`restore` leaves as they are.
     """
 
     def __init__(
-        self, state: TrainingState, watch: Any | None = None, *, by_hand: bool = False, modes: bool = False
-    ) -> None:
-        self._state = state
+        self, state: TrainingState, watch: Any | None = None, *, by_hand: bool = False, modes: bool = False,
+        stays: Mapping[str, Collection[tuple[int, str]]] | None = None,
+    ) -> None:  # fmt: skip
+        self._state, self._stays = state, stays or {}
         self.by_hand = ByHand(state.loose_parameters() if by_hand else ())
         self._buffers: list[tuple[str, dict[str, Tensor | None], dict[str, _Buffer | None]]] = [
             (join_path(name, path) if path else name, module._buffers, {})
@@ -171,7 +173,7 @@ class Snapshot:
 
     def _take_groups_and_gradients(self) -> None:
         optimizers = self._state.optimizers
-        self._groups = {name: [_values(group) for group in each.param_groups] for name, each in optimizers.items()}
+        self._groups = {name: [values_of(group) for group in each.param_groups] for name, each in optimizers.items()}
         self._no_gradient = [parameter.grad is None for parameter in self._parameters]
         if self._watch is not None:
             values = (value for groups in self._groups.values() for group in groups for value in group.values())
@@ -247,8 +249,11 @@ class Snapshot:
         for name, tree in self._others.items():
             stateful.apply(self._state.others[name], stateful.copy_tree(tree))
         for name, groups in self._groups.items():
-            for group, saved_values in zip(self._state.optimizers[name].param_groups, groups, strict=True):
-                _put_values(group, saved_values)
+            stays = self._stays.get(name, ())
+            for number, saved_values in enumerate(groups):
+                group = self._state.optimizers[name].param_groups[number]
+                now = {key: group[key] for where, key in stays if where == number and key in group}
+                put_values(group, saved_values | now if now else saved_values)
         for parameter, had_none in zip(self._parameters, self._no_gradient, strict=True):
             if had_none:
                 parameter.grad = None
@@ -340,7 +345,8 @@ def _never() -> bool:
     return False
 
 
-def _values(group: dict[str, Any]) -> dict[str, Any]:
+def values_of(group: dict[str, Any]) -> dict[str, Any]:
+    """A copy of the hyper-parameters of a parameter group, for `put_values`."""
     # As few calls as can be: this runs with cold caches, after an iteration.
     values = group.copy()
     del values["params"]
@@ -355,7 +361,8 @@ def _is_immutable(value: Any) -> bool:
     return kind in stateful.SCALARS or (kind is tuple and stateful.SCALARS.issuperset(map(type, value)))
 
 
-def _put_values(group: dict[str, Any], saved: dict[str, Any]) -> None:
+def put_values(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    """Make the hyper-parameters of a parameter group *saved*; tensors are written in place."""
     values = {}
     for key, value in saved.items():
         live = group.get(key)

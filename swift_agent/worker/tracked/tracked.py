@@ -311,13 +311,13 @@ class Tracked:
 
     def script_side(self) -> Snapshot:
         """A snapshot, still empty, of what only the script changes: not of a GradScaler, which sees all ranks'
-        gradients.
+        gradients, nor of what a step writes into its groups.
         """
         state = self.state
         others = {n: other for n, other in state.others.items() if not isinstance(other, torch.amp.GradScaler)}
         side = TrainingState(state.models, state.optimizers, others)
         side.carried = state.carried
-        return Snapshot(side, modes=True)
+        return Snapshot(side, modes=True, stays=self.updates.written)
 
     def checksum(self) -> int:
         return checksum(self.state.replicated_tensors())

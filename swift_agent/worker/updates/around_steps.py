@@ -1,4 +1,4 @@
-"""What there is of optimizers around their steps: what a step overwrites, and which gradients it is made with.
+"""What there is of optimizers around their steps: what a step overwrites, and whether gradients have moved.
 
 This module must never decide what is kept, or put back.
 """
@@ -15,31 +15,37 @@ from torch.optim import Optimizer
 
 from swift_agent.errors import PeerFailure
 from swift_agent.worker.line.fence import Fence
-from swift_recovery.undo.patch import copy_of, put_back
+from swift_recovery.state.training_state import state_of_none
+from swift_recovery.undo.patch import copy_of, keep_tree, put_back
 
 _POLL_S = 20e-6
 
 
 class Kept:
-    """Parameters and state of one optimizer before its step."""
+    """Parameters and state of one optimizer before its step, *on_host*: in the memory of the host."""
 
-    def __init__(self, optimizer: Optimizer, *, every: bool = False) -> None:
+    def __init__(self, optimizer: Optimizer, *, every: bool = False, on_host: bool = False) -> None:
         """Of parameters with a gradient, or of *every* one."""
         parameters = [p for group in optimizer.param_groups for p in group["params"] if every or p.grad is not None]
-        self._copies = [(parameter, copy_of(optimizer, parameter)) for parameter in parameters]
+        self._copies = [(parameter, copy_of(optimizer, parameter, on_host=on_host)) for parameter in parameters]
+        others = state_of_none(optimizer)
+        self._others = {key: keep_tree(value, on_host=on_host) for key, value in others.items()}
 
     def put_back(self, optimizer: Optimizer) -> None:
         for parameter, copy in self._copies:
             put_back(optimizer, parameter, copy)
+        for key in state_of_none(optimizer):
+            del optimizer.state[key]
+        for key, put in self._others.items():
+            optimizer.state[key] = put()
 
 
 class Gradients:
-    """Of *optimizers*, by their names: whether they have moved since they were noted, and out of sight for a while."""
+    """Of *optimizers*, by their names: whether they have moved since they were noted."""
 
     def __init__(self, optimizers: Mapping[str, Optimizer]) -> None:
         self._optimizers = optimizers
         self._seen: dict[str, list[_Seen]] = {}
-        self._hidden: list[tuple[Tensor, Tensor | None]] = []
 
     def note(self, names: Iterable[str]) -> None:
         """What those of these optimizers look like now; others are forgotten."""
@@ -48,18 +54,6 @@ class Gradients:
     def have_moved(self, name: str) -> bool:
         seen, now = self._seen.get(name, []), self._of(name)
         return len(seen) != len(now) or not all(one.is_still(grad) for one, grad in zip(seen, now, strict=True))
-
-    def hide(self, name: str) -> None:
-        """A step then changes nothing: a parameter without a gradient is skipped by every optimizer."""
-        for group in self._optimizers[name].param_groups:
-            for parameter in group["params"]:
-                self._hidden.append((parameter, parameter.grad))
-                parameter.grad = None
-
-    def unhide(self) -> None:
-        for parameter, grad in self._hidden:
-            parameter.grad = grad
-        self._hidden.clear()
 
     def _of(self, name: str) -> list[Tensor | None]:
         return [p.grad for group in self._optimizers[name].param_groups for p in group["params"]]

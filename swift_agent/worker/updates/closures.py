@@ -14,6 +14,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from swift_agent.errors import UsageError
+
 
 class StepClosure:
     """The closure of one step. *begins* is called when the first call has returned, *again* makes every later one;
@@ -43,6 +45,14 @@ class StepClosure:
     def is_plain(self) -> bool:
         """It was called once, before the optimizer had changed anything."""
         return self.num_calls == 1 and not self.is_late
+
+    def check(self, name: str) -> None:
+        """The step of optimizer *name* is over. Raises `UsageError` if the closure was not called."""
+        if not self.num_calls:
+            raise UsageError(
+                f"optimizer '{name}' has made a step without calling its closure: call the closure before the step, "
+                "and the step without it."
+            )
 
     def _now(self) -> list[int]:
         return [p._version for group in self._optimizer.param_groups for p in group["params"]]

@@ -227,10 +227,10 @@ class OverlappedUpdates(UpdateTracker):
             return
         self._check_used(name)
         # A parameter without a gradient is skipped by every optimizer.
-        self._gradients.hide(name)
+        self._dry_steps.hide(name)
 
     def _after(self, name: str) -> None:
-        self._gradients.unhide()
+        self._dry_steps.unhide()
         if not self._dry:
             self._stepped.append(name)
 

@@ -22,7 +22,8 @@ from swift_agent.errors import UsageError
 from swift_agent.worker.in_place import Alone, InPlace
 from swift_agent.worker.line.fence import Fence
 from swift_agent.worker.updates.around_steps import Gradients, Kept, cuda_device, wait_until_reduced
-from swift_agent.worker.updates.closures import StepClosure, closure_of, is_torchs_own, with_closure
+from swift_agent.worker.updates.closures import StepClosure, closure_of, with_closure
+from swift_agent.worker.updates.dry_steps import DrySteps
 
 
 class UpdateTracker:
@@ -47,16 +48,19 @@ class UpdateTracker:
         self._stepped: list[str] = []
         self._kept: dict[str, Kept] = {}
         self._gradients = Gradients(self._optimizers)
+        self._dry_steps = DrySteps(self._optimizers)
+        self.written = self._dry_steps.written
         # Whether a backward follows an optimizer's step before the last step; unknown counts as yes.
         self._apart: dict[str, bool] = {}
         self._in_step = False
         self._running = ""
         self._closing: StepClosure | None = None
         # Whether an optimizer changes parameters before a call of its closure; unknown counts as yes.
-        self._within = {name: agree is None and not is_torchs_own(each) for name, each in optimizers.items()}
+        self._within = {name: agree is None and name in self._dry_steps.others for name in optimizers}
         # The usual case has nothing to keep, and must cost next to nothing.
         self._is_simple = (
             len(optimizers) == 1 and agree is None and not any(map(cuda_device, optimizers.values()))
+            and not self._dry_steps.others
         )  # fmt: skip
         self._devices = {name: cuda_device(optimizer) for name, optimizer in optimizers.items()}
         self.updated = False
@@ -105,6 +109,8 @@ class UpdateTracker:
         self._stepped, self._running, self._closing = [], "", None
         if self._kept:
             self._kept.clear()
+        if not dry_run and not self._is_simple:
+            self._dry_steps.forget()
         self.updated = False
 
     def finish(self) -> None:
@@ -187,7 +193,7 @@ class UpdateTracker:
     def cut(self) -> None:
         """The iteration was interrupted: take back the steps of a half-done update. Afterwards `updated` says whether
         this rank holds the state after the iteration, `mixed` whether it holds none."""
-        self._gradients.unhide()
+        self._dry_steps.end_all()
         begun = [*self._stepped, self._running] if self._running else self._stepped
         if not self._dry and not self.updated:
             for name in begun:
@@ -195,9 +201,7 @@ class UpdateTracker:
                     self._kept[name].put_back(self._optimizers[name])
                 else:
                     self.mixed = True
-        if self._dry:
-            for name, kept in self._kept.items():
-                kept.put_back(self._optimizers[name])
+            self._dry_steps.forget()
         self._kept.clear()
         self._in_iteration, self._dry = False, False
         self._running = ""
@@ -233,6 +237,7 @@ class UpdateTracker:
 
     def _on_step(self, name: str, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """A step begins; returns what it is to be called with, None for what it was."""
+        self._dry_steps.begin(name, dry=self._dry)
         closure = closure_of(args, named)
         if isinstance(closure, StepClosure):
             return None  # the class calls the step of another one
@@ -246,8 +251,7 @@ class UpdateTracker:
         else:
             if not self._dry:
                 self._before(name)
-            # Its step may fail without gradients, so a dry run's is made, and taken back.
-            self._kept[name] = Kept(optimizer, every=True)
+                self._kept[name] = Kept(optimizer, every=True)
             self._closing = StepClosure(optimizer, closure, None, self._in_between(name))
         return with_closure(self._closing, args, named)
 
@@ -289,11 +293,7 @@ class UpdateTracker:
         closing, self._closing = self._closing, None
         if closing is None:
             return
-        if not closing.num_calls:
-            raise UsageError(
-                f"optimizer '{name}' has made a step without calling its closure: call the closure before the step, "
-                "and the step without it."
-            )
+        closing.check(name)
         if closing.is_plain:
             self._within[name] = False
 
@@ -301,7 +301,7 @@ class UpdateTracker:
         if self._finishing:
             return
         if self._dry:
-            self._gradients.hide(name)
+            self._dry_steps.hide(name)
             return
         if not self._in_iteration:
             if self._fence is not None:
@@ -326,8 +326,8 @@ class UpdateTracker:
             self._fence.enter_step()
             self._in_step = True
         self._running = name
-        if self._must_keep(name):
-            self._kept[name] = Kept(self._optimizers[name])
+        if name not in self._kept and self._must_keep(name):  # else the class calls the step of another one
+            self._kept[name] = Kept(self._optimizers[name], every=name in self._dry_steps.others)
 
     def _reach_agreement(self, name: str) -> None:
         """Once in an iteration: before its first step, if no backward follows before the last one, else before that."""
@@ -352,13 +352,12 @@ class UpdateTracker:
             self._in_step = True
 
     def _after(self, name: str) -> None:
+        self._dry_steps.end(name, dry=self._dry)
         if self._finishing:
             return
         self._check_closed(name)
         if self._dry:
-            self._gradients.unhide()
-            if name in self._kept:
-                self._kept.pop(name).put_back(self._optimizers[name])
+            self._dry_steps.unhide()
             return
         self._running = ""
         self._stepped.append(name)

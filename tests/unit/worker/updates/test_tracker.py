@@ -23,6 +23,7 @@ from swift_agent.worker.updates.around_steps import _Seen
 from swift_agent.worker.updates.tracker import UpdateTracker
 from swift_recovery.planning.plan import Plan
 from tests.support.asked import Asked
+from tests.support.odd_optimizers import Counted, Listed, Momentum
 
 
 class Worker:
@@ -453,6 +454,26 @@ def test_a_dry_run_changes_nothing(make: Callable[..., Worker]) -> None:
     assert torch.equal(worker.optimizers[0].state_dict()["state"][0]["exp_avg"], moments)
     worker.iteration()
     assert worker.values() != before
+
+
+@pytest.mark.parametrize("kind", [Momentum, Listed, Counted])
+def test_a_step_of_any_optimizer_is_taken_back(make: Callable[..., Worker], kind: Any) -> None:
+    """Also of what has no gradient, and what it keeps in lists or under keys of its own."""
+    worker = make(kind, num=2)
+    for _ in range(3):
+        worker.iteration(apart=True)
+    optimizer, weight = worker.optimizers[0], worker.models[0].weight
+    before, state = worker.values(), repr(optimizer.state_dict())
+    worker.tracker.begin()
+    worker.backward(0)
+    if kind is Momentum:
+        worker.models[0].bias.grad = None
+    optimizer.step()
+    assert repr(optimizer.state_dict()) != state and weight.tolist() != before[0]
+    worker.stop()
+    assert worker.reported()["mixed"] is False
+    worker.tracker.cut()
+    assert worker.values() == before and repr(optimizer.state_dict()) == state and not worker.tracker.mixed
 
 
 def test_a_class_whose_step_calls_that_of_another_is_one_step(make: Callable[..., Worker]) -> None:
