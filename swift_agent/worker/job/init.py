@@ -32,6 +32,7 @@ from swift_agent.worker.groups.errors import GroupsAborted, RebuildFailed
 from swift_agent.worker.groups.process_groups import ProcessGroups
 from swift_agent.worker.job import second_init, set_up
 from swift_agent.worker.job.job import Job
+from swift_agent.worker.job.objects import Objects
 from swift_agent.worker.job.set_up import SetUp
 from swift_agent.worker.line.agent_line import Supervisor
 from swift_agent.worker.loop.peer_errors import is_communication_error, is_own
@@ -123,7 +124,7 @@ def _with_agent(
     _install_hooks(job, supervisor)
     watch = SetUp(
         rank=rank, is_replacement=job.is_replacement, is_over=lambda: job._begun, note=supervisor.note,
-        unfit=job._unfit,
+        unfit=job._unfit, later=Objects(place, protected).make,
     )  # fmt: skip
     watch.watch()
     job._set_up = watch

@@ -29,6 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from swift_agent.torch_private import groups, seeds
 from swift_agent.worker.job import second_init
+from swift_agent.worker.job.objects import NAMES, ranks_of, source_of
 from swift_agent.worker.line import in_script
 
 # Their first argument is what they fill.
@@ -37,7 +38,7 @@ _FILLING = (
     "reduce_scatter", "reduce_scatter_tensor", "scatter",
 )  # fmt: skip
 MAX_TOLD = 5
-_NAMES = ("broadcast_object_list", "scatter_object_list", "all_gather_object")
+_NAMES = (*NAMES, "all_gather_object")
 
 # torch seeds itself with 64 random bits; what a script gives it, or a library draws for it, has fewer, mostly.
 _OF_A_SCRIPT = 1 << 53
@@ -53,14 +54,14 @@ def seed(run: str, rank: int) -> None:
 
 class SetUp:
     """One per process, until the loop begins. *is_over*: whether it has. *note* tells people, *unfit* has all workers
-    start again, and does not return."""
+    start again, and does not return. *later* makes collectives of objects once the loop has begun."""
 
     def __init__(
         self, *, rank: int, is_replacement: bool, is_over: Callable[[], bool], note: Callable[[str], None],
-        unfit: Callable[[str], None],
+        unfit: Callable[[str], None], later: Callable[..., Any],
     ) -> None:  # fmt: skip
         self._rank, self._is_replacement, self._is_over = rank, is_replacement, is_over
-        self._note, self._unfit = note, unfit
+        self._note, self._unfit, self._later = note, unfit, later
         self._told: set[str] = set()
         self._stand_ins: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
         self._filled: dict[str, tuple[str, set[int]]] = {}  # by place: the operation, and the memory
@@ -95,6 +96,8 @@ class SetUp:
         def stand_in(*args: Any, **named: Any) -> Any:
             if not self._is_over():
                 (self._check_filled if name in _FILLING else self._check)(name, args, named)
+            elif name in _NAMES:
+                return self._later(name, original, args, named)
             return original(*args, **named)
 
         if name in _FILLING:
@@ -104,7 +107,7 @@ class SetUp:
     def _check_filled(self, name: str, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         if self._is_replacement or in_script.is_called_by_torch(sys._getframe(2)):
             return
-        ranks = _ranks_of(args, named)
+        ranks = ranks_of(args, named)
         if len(ranks) < 2 or self._rank != min(ranks):
             return
         filled = args[0] if args else next(iter(named.values()), None)
@@ -126,10 +129,10 @@ class SetUp:
             )
 
     def _check(self, name: str, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        ranks = _ranks_of(args, named)
+        ranks = ranks_of(args, named)
         if self._rank not in ranks or len(ranks) == 1:
             return
-        source = None if name == "all_gather_object" else _source(name, args, named, ranks)
+        source = None if name == "all_gather_object" else source_of(name, args, named, ranks)
         if source == self._rank:
             return
         where = in_script.place_of(sys._getframe())
@@ -144,26 +147,3 @@ class SetUp:
             self._told.add(where)
             self._note(f"{text}. Until then a lost worker restarts all workers.")
 
-
-def _ranks_of(args: tuple[Any, ...], named: dict[str, Any]) -> list[int]:
-    """Global ranks of the group that a collective is given; none of one that torch would do nothing with, or does not
-    know by itself."""
-    outside = dist.GroupMember.NON_GROUP_MEMBER
-    given = [one for one in (named.get("group"), *args) if one is outside or isinstance(one, dist.ProcessGroup)]
-    group: Any = given[0] if given else dist.group.WORLD
-    if group is None or group is outside:
-        return []
-    try:
-        return dist.get_process_group_ranks(group)
-    except KeyError:
-        return []
-
-
-def _source(name: str, args: tuple[Any, ...], named: dict[str, Any], ranks: list[int]) -> int:
-    """The global rank that sends."""
-    if named.get("group_src") is not None:
-        return ranks[int(named["group_src"])]
-    position = 1 if name == "broadcast_object_list" else 2
-    given = named.get("src", args[position] if len(args) > position else None)
-    source: int = ranks[0] if given is None else given
-    return source

@@ -156,12 +156,16 @@ class DryRuns:
     def section(self, call: Callable[[], R]) -> R:
         """The others have finished this section: run it for its result, with local values only."""
         local = contextlib.nullcontext() if self._groups.aborted is not None else self._groups.local()
-        self._place.is_past_section = True
+        objects, place = self._require_tracked().objects, self._place
+        # What comes before the epoch is numbered by nobody any more.
+        objects.begin("section", -1 if place.is_before_epoch else place.here.sections, dry_run=True)
+        place.is_past_section = True
         try:
-            with self._place.without_points(), local:
+            with place.without_points(), local:
                 result = call()
         finally:
-            self._place.is_past_section = False
+            place.is_past_section = False
+            objects.end()
         if not self._place.is_before_epoch:
             with self._place.lock:
                 self._place.here.sections += 1

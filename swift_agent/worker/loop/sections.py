@@ -66,6 +66,7 @@ class Sections:
                 if seeded:
                     place.seeds.for_section(place.here.sections)
                 self._checks.begin_section(place.here.sections, self._tracked if seeded else None)
+                self._tracked.objects.begin("section", place.here.sections, dry_run=False)
                 place.enter("section")
                 result = call()
                 self._checks.sections.end()

@@ -267,6 +267,7 @@ class Place:
         assert self.tracked is not None
         if not from_checkpoint:
             self.tracked.count_on(offer)
+        self.tracked.objects.take(offer.get("objects", ()))
         target, start = Position(**{"loop": None} | offer["position"]), offer["start"]
         target.peeks = tuple(target.peeks)
         self.seeds.common = offer.get("common_seed", self.seeds.common)

@@ -29,6 +29,7 @@ from swift_agent.worker.messages.messages import Messages
 from swift_agent.worker.tracked import ddp_buckets
 from swift_agent.worker.tracked.first_steps import FirstSteps
 from swift_agent.worker.tracked.named import Pending, check, ddps_of
+from swift_agent.worker.tracked.object_results import ObjectResults
 from swift_agent.worker.tracked.pipeline_steps import Pipelines
 from swift_agent.worker.updates import left_behind, overlapped, touched
 from swift_agent.worker.updates.carried import CarriedGradients, GradientWatch
@@ -73,6 +74,7 @@ class Tracked:
         self.apart: frozenset[str] = frozenset()
         """Objects of the script's own that were seen to have another state on other replicas."""
         self.apart_is_told = False
+        self.objects = ObjectResults(world_size)
         self.has_shards_alone = has_shards and len(self.replicas) == 1
         """The model is sharded, and no other rank holds what this one does."""
         told = supervisor.environment if supervisor is not None else NO_AGENT
@@ -160,6 +162,7 @@ class Tracked:
 
     def begin(self, iteration: int, *, dry_run: bool = False) -> None:
         """Iteration number *iteration* begins."""
+        self.objects.begin("iteration", iteration, dry_run=dry_run)
         for keeper in self.keepers:
             keeper.begin(iteration)
         self.updates.begin(dry_run=dry_run)
@@ -200,6 +203,7 @@ class Tracked:
 
     def end(self) -> None:
         """The iteration, or a section, is over, and counts."""
+        self.objects.end()
         if self.messages is not None:
             self.messages.end()
         if self.pipelines is not None:
@@ -225,8 +229,10 @@ class Tracked:
         self.updates.settle()
 
     def offer(self) -> dict[str, Any]:
-        """What who takes over the state of this rank needs besides: of first steps, and of messages."""
-        offered = {} if self.pipelines is None else {"pipelines": self.pipelines.offer()}
+        """What who takes over the state of this rank needs besides: objects, of first steps, and of messages."""
+        offered: dict[str, Any] = {"objects": self.objects.offer()}
+        if self.pipelines is not None:
+            offered["pipelines"] = self.pipelines.offer()
         return offered if self.messages is None else {**offered, "messages": self.messages.counts()}
 
     def count_on(self, offer: Mapping[str, Any]) -> None:

@@ -25,9 +25,9 @@ dist.get_process_group_ranks = lambda group: [0, 1]
 import swift_agent
 from swift_agent.worker.job.set_up import SetUp
 
-notes, unfit, is_over = [], [], []
+notes, unfit, is_over, later = [], [], [], []
 made = SetUp(rank=0, is_replacement="replacement" in sys.argv, is_over=lambda: bool(is_over), note=notes.append,
-             unfit=unfit.append)
+             unfit=unfit.append, later=lambda name, call, args, named: later.append(name))
 for name in ("broadcast_object_list", "scatter_object_list", "all_gather_object"):
     setattr(dist, name, lambda *args, **named: None)
 broadcast_object_list = dist.broadcast_object_list
@@ -55,6 +55,8 @@ _init_optim_state()
 train()
 is_over.append(True)
 dist.broadcast_object_list([None], 1)
+dist.all_gather_object([None, None], 1)
+assert later == ["broadcast_object_list", "all_gather_object"]
 print(*notes, sep="\\n")
 print(*unfit, sep="\\n")
 dist.destroy_process_group()  # else a thread of gloo may still hold a tensor when the interpreter ends: SIGABRT
@@ -77,7 +79,7 @@ from swift_agent.worker.job.set_up import SetUp
 notes, is_over = [], []
 originals = dist.all_reduce, dist.broadcast
 made = SetUp(rank=0, is_replacement="replacement" in sys.argv, is_over=lambda: bool(is_over), note=notes.append,
-             unfit=notes.append)
+             unfit=notes.append, later=None)
 made.watch()
 from torch.distributed import _functional_collectives
 
@@ -117,7 +119,7 @@ import swift_agent
 from swift_agent.worker.job.set_up import SetUp
 
 notes = []
-made = SetUp(rank=0, is_replacement=False, is_over=lambda: False, note=notes.append, unfit=notes.append)
+made = SetUp(rank=0, is_replacement=False, is_over=lambda: False, note=notes.append, unfit=notes.append, later=None)
 made.watch()
 one = torch.ones(1)
 dist.all_reduce(one, group=other)

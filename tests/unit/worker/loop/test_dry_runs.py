@@ -23,6 +23,7 @@ from swift_agent.worker.loop.protected import Protected
 from swift_agent.worker.loop.sections import Sections
 from swift_agent.worker.loop.ways_out import WaysOut
 from swift_agent.worker.tracked.loop_state import Place
+from swift_agent.worker.tracked.object_results import ObjectResults
 from swift_agent.worker.tracked.seeds import Seeds
 from swift_agent.worker.tracked.tracked import Tracked
 from swift_recovery.state import by_hand
@@ -49,7 +50,7 @@ def test_a_section_inside_a_dry_run_is_a_part_of_it() -> None:
     dry_runs.tracked = cast(Any, SimpleNamespace(
         restore_layouts=nothing, layouts_for=nothing, begin=nothing, end=nothing,
         without_reduction=lambda finite: contextlib.nullcontext(), updates=SimpleNamespace(cut=nothing),
-        state=SimpleNamespace(loose_parameters=list),
+        state=SimpleNamespace(loose_parameters=list), objects=ObjectResults(1),
     ))  # fmt: skip
     assert dry_runs.iteration(section, 0) == dry_runs.iteration_of_replacement(section) == 5
     outer = job.resilient(section)
