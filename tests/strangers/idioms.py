@@ -95,6 +95,7 @@ IDIOMS: dict[str, Idiom] = {
     "averaged copy, before the update and after it": Idiom("averaged_copy.py", args=("models", "twice")),
     "averaged model": Idiom("averaged_copy.py", args=("swa",)),
     "averaged model, after a metric, and a momentum encoder": Idiom("averaged_copy.py", args=("swa", "late")),
+    "objects from rank 0, an average in an object, and a network that is frozen": Idiom("objects_from_rank_0.py"),
     "shards of FSDP1": Idiom("refused.py", Told("(FSDP1), of whose shards", "start", "refused"), args=("fsdp1",)),
     "averaged now and then": Idiom(
         "refused.py", Told("with a PeriodicModelAverager ranks hold different", "start", "refused"), args=("averager",)

@@ -157,6 +157,17 @@ class BucketKeeper:
         if torch_ddp.is_in_join(self.ddp):
             raise UsageError(_JOIN)
 
+    def begin_alone(self) -> None:
+        """What comes is under `no_sync`, with nobody else. A forward that no backward has followed (of a network that
+        was frozen in it, or in a validation) would have the next backward reduce all the same."""
+        is_pending = self._recorded_in is not None and not buckets_rebuilt(self.ddp) and rebuilds_buckets(self.ddp)
+        if self.ddp.static_graph or is_pending:
+            return  # what is recorded of the first backward would be lost
+        layout = bucket_layout(self.ddp) if buckets_rebuilt(self.ddp) else None
+        torch_ddp.reset_reducer(self.ddp)
+        if layout is not None:
+            adopt_layout(self.ddp, layout)
+
     def _wait_for_first_backward(self) -> None:
         self._recorded_in = None
         # With a static graph gradients arrive in recorded order only from the second iteration on.

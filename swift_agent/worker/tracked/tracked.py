@@ -165,6 +165,8 @@ class Tracked:
         self.objects.begin("iteration", iteration, dry_run=dry_run)
         for keeper in self.keepers:
             keeper.begin(iteration)
+            if dry_run:
+                keeper.begin_alone()
         self.updates.begin(dry_run=dry_run)
         if self._carried is not None:
             self._carried.begin(dry_run=dry_run)

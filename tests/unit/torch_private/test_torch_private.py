@@ -432,6 +432,46 @@ def test_the_keeper_of_a_network_that_is_frozen_now_and_then(world: None) -> Non
     assert surgery.bucket_layout(model) == surgery.bucket_layout(replacement) == [list(range(8))]
 
 
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}])
+@pytest.mark.parametrize("num", [1, 2])
+def test_a_forward_without_a_backward_is_forgotten_where_a_rank_runs_alone(
+    world: None, options: dict[str, bool], num: int
+) -> None:
+    model = small(**options)
+    keeper = surgery.BucketKeeper(model)
+    for number in range(num):
+        keeper.begin(number)
+        backward(model)
+    layout, gradients = keeper.layout_for(num), [parameter.grad for parameter in model.parameters()]
+    before = [None if each is None else each.clone() for each in gradients]
+    model(torch.ones(2, 8))
+    reduced = list[int]()
+    model.register_comm_hook(reduced, double)
+    keeper.begin_alone()
+    assert [None if parameter.grad is None else parameter.grad.tolist() for parameter in model.parameters()] == [
+        None if each is None else each.tolist() for each in before
+    ]
+    with model.no_sync():
+        backward(model)
+    assert not reduced and keeper.layout_for(num) == layout
+    backward(model)
+    assert reduced
+
+
+def test_what_the_first_backward_has_recorded_is_kept(world: None) -> None:
+    model, expected = small(), small()
+    keeper = surgery.BucketKeeper(model)
+    keeper.begin(0)
+    for each in (model, expected):
+        backward(each)
+    keeper.begin_alone()
+    with model.no_sync():
+        backward(model)
+    for each in (model, expected):
+        backward(each)
+    assert surgery.bucket_layout(model) == surgery.bucket_layout(expected) != [list(range(8))]
+
+
 def test_buffers_are_left_alone_where_ddp_would_leave_them(world: None) -> None:
     assert not surgery.sync_buffers_after_forward(small())
     assert not surgery.sync_buffers_after_forward(DDP(Counting(), broadcast_buffers=False))
