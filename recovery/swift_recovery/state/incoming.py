@@ -1,20 +1,140 @@
 """Memory for a state that is being received, and its installation.
 
-Made by ``TrainingState.prepare``. Must never touch live state before ``commit`` unless that state was given up for
+Made by ``TrainingState.prepare``. A model may have got buffers, or larger ones, since its set-up (a mask, a table of
+angles): these are installed as well. Must never touch live state before ``commit`` unless that state was given up for
 being received into.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from swift_recovery.errors import StateError
 from swift_recovery.state.codec import decode
 from swift_recovery.state.sharded import like
 from swift_recovery.state.tensors import Layout, copy_all, has_layout, new_tensor
+
+_PLAIN = (bool, int, float, str, type(None))
+# What torch keeps in each module.
+_TORCHS = frozenset(vars(nn.Module()))
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """What a model was when its training began: a replacement makes that in its set-up, and no more.
+
+    By path: kind and shape of parameters; of buffers, None where a name is registered without one, besides with which
+    they are shared; plain attributes of modules, which often belong to a buffer (for what length it was made)."""
+
+    parameters: Mapping[str, tuple[Any, ...]]
+    buffers: Mapping[str, tuple[Any, ...] | None]
+    attributes: Mapping[str, Mapping[str, Any]]
+
+
+def beginning_of(model: nn.Module) -> Beginning:
+    return Beginning(
+        {path: _kind_of(parameter) for path, parameter in model.named_parameters()},
+        _kinds_of_buffers(model),
+        {path: _plain_attributes(module) for path, module in _modules(model).items()},
+    )
+
+
+def changed_parameters(model: nn.Module, began: Beginning) -> list[str]:
+    """Paths of those that were not there, are not there any more, or have another kind or shape."""
+    now = {path: _kind_of(parameter) for path, parameter in model.named_parameters()}
+    return [path for path in {**began.parameters, **now} if began.parameters.get(path) != now.get(path)]
+
+
+def grown_buffers(model: nn.Module, began: Beginning) -> dict[str, dict[str, Any]]:
+    """Those that were not there, or not as they are, when its training began: by path what a receiver needs besides the
+    values. *aliases*: other paths of the same tensor."""
+    paths: dict[int, list[str]] = {}
+    for path, buffer in model.named_buffers(remove_duplicate=False):
+        paths.setdefault(id(buffer), []).append(path)
+    now, modules, found = _kinds_of_buffers(model), _modules(model), {}
+    for first, *aliases in paths.values():
+        if all(now[path] == began.buffers.get(path) for path in (first, *aliases)):
+            continue
+        parent, _, key = first.rpartition(".")
+        owner = modules[parent]
+        attributes = {one: _changed_attributes(modules, one, began) for one in {_parent(p) for p in (first, *aliases)}}
+        found[first] = {
+            "shape": list(owner._buffers[key].shape),  # type: ignore[union-attr]
+            "aliases": aliases,
+            "persistent": key not in owner._non_persistent_buffers_set,
+            "attributes": attributes,
+        }
+    return found
+
+
+def install_buffers(
+    model: nn.Module, grown: Mapping[str, Mapping[str, Any]], values: Mapping[str, Tensor]
+) -> None:
+    """Have *model* hold the buffers that are *grown* at the source, with these *values*."""
+    modules = _modules(model)
+    for path, how in grown.items():
+        value = values[path]
+        value = value if list(value.shape) == how["shape"] else value.expand(how["shape"])
+        for one in (path, *how["aliases"]):
+            parent, _, key = one.rpartition(".")
+            owner = modules[parent]
+            vars(owner).pop(key, None)
+            owner._buffers[key] = value
+            owner._non_persistent_buffers_set.discard(key)
+            if not how["persistent"]:
+                owner._non_persistent_buffers_set.add(key)
+        for parent, attributes in how["attributes"].items():
+            vars(modules[parent]).update(attributes)
+
+
+def has_place_for(model: nn.Module, paths: Iterable[str]) -> bool:
+    """Whether *model* could have buffers there."""
+    modules = _modules(model)
+    for path in paths:
+        parent, _, key = path.rpartition(".")
+        if (owner := modules.get(parent)) is None or key in owner._parameters or key in owner._modules:
+            return False
+        if not isinstance(vars(owner).get(key), Tensor | None):
+            return False
+    return True
+
+
+def _modules(model: nn.Module) -> dict[str, nn.Module]:
+    return dict(model.named_modules(remove_duplicate=False))
+
+
+def _parent(path: str) -> str:
+    return path.rpartition(".")[0]
+
+
+def _kind_of(tensor: Tensor) -> tuple[Any, ...]:
+    return (None, ()) if nn.parameter.is_lazy(tensor) else (tensor.dtype, tuple(tensor.shape))
+
+
+def _kinds_of_buffers(model: nn.Module) -> dict[str, tuple[Any, ...] | None]:
+    first: dict[int, str] = {}
+    kinds: dict[str, tuple[Any, ...] | None] = {}
+    for parent, module in _modules(model).items():
+        for key, buffer in module._buffers.items():
+            path = f"{parent}.{key}" if parent else key
+            kinds[path] = None
+            if buffer is not None:
+                kinds[path] = (*_kind_of(buffer), first.setdefault(id(buffer), path))
+    return kinds
+
+
+def _plain_attributes(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if type(value) in _PLAIN and name not in _TORCHS}
+
+
+def _changed_attributes(modules: Mapping[str, nn.Module], path: str, began: Beginning) -> dict[str, Any]:
+    before, missing = began.attributes.get(path, {}), object()
+    now = _plain_attributes(modules[path])
+    return {name: value for name, value in now.items() if value != before.get(name, missing)}
 
 
 class Slot:

@@ -71,10 +71,14 @@ class _Buffer:
         return target
 
 
+_Owner = tuple[str, dict[str, Tensor | None], dict[str, _Buffer | None]]
+"""The path of a module that has buffers, these, and what is kept of them."""
+
+
 class Snapshot:
     """Small state of the objects of *state*; empty until :meth:`take` or :meth:`install`.
 
-    Modules with buffers are looked up once, here; a module that registers its first buffer later is not seen.
+    Modules with buffers are looked up once, here; one that registers its first buffer later is seen from :meth:`look`.
     A scheduler and the learning rate that it wrote into an optimizer are kept together. *watch*: the class `Watch` of
     swift-agent's native library, which makes taking faster. *by_hand*: with parameters that no optimizer updates, as
     far as they change; *modes*: with modes. These are restored, but in no :meth:`tree`. *stays*: by optimizer,
@@ -87,12 +91,8 @@ class Snapshot:
     ) -> None:  # fmt: skip
         self._state, self._stays = state, stays or {}
         self.by_hand = ByHand(state.loose_parameters() if by_hand else ())
-        self._buffers: list[tuple[str, dict[str, Tensor | None], dict[str, _Buffer | None]]] = [
-            (join_path(name, path) if path else name, module._buffers, {})
-            for name, model in state.models.items()
-            for path, module in model.named_modules()
-            if module._buffers
-        ]
+        self._buffers: list[_Owner] = []
+        self._found_later: set[str] = set()
         self._parameters = state.parameters()
         # As mappings: to ask a module takes three times as long. A wrapper without a flag of its own has another's.
         flags = [vars(module) for model in state.models.values() for module in model.modules()] if modes else []
@@ -111,9 +111,32 @@ class Snapshot:
         self.is_current: Callable[[], bool] = _never
         """Whether `take`, without generators, would keep what is kept already. Cheaper than to take it; may be false
         although it is so."""
+        self._find_buffers()
         if self._watch is not None and not self._buffers and not state.others and not self.by_hand:
             is_same = self._watch.is_same
             self.is_current = (lambda: is_same() and self._modes == self._modes_now()) if modes else is_same
+
+    def look(self) -> None:
+        """See modules that have buffers now, and had none. What those are now counts as kept."""
+        for path, owner, saved in self._find_buffers():
+            self._found_later.add(path)
+            for key, live in owner.items():
+                saved[key] = None if live is None else _Buffer(live)
+            copies = [buffer for buffer in saved.values() if buffer is not None]
+            copy_all([buffer.copy for buffer in copies], [buffer.target for buffer in copies])
+            self.is_current = _never
+
+    def _find_buffers(self) -> list[_Owner]:
+        """What is new."""
+        known = {path for path, _, _ in self._buffers}
+        found: list[_Owner] = [
+            (path, module._buffers, {})
+            for name, model in self._state.models.items()
+            for within, module in model.named_modules()
+            if module._buffers and (path := join_path(name, within) if within else name) not in known
+        ]
+        self._buffers += found
+        return found
 
     def take(self, rng: bool = False) -> None:
         """Keep the state as it is now, with the generators if *rng*. Replaces what was kept before.
@@ -292,10 +315,13 @@ class Snapshot:
 
         Raises :class:`StateError` if it is of another model or script; then live state has not been changed.
         """
+        self.look()
         self.take()
         self._taken = False
         self.forget()
-        mine = {path: (owner, saved) for path, owner, saved in self._buffers}
+        # The source may not have looked since it has got those that were found here later.
+        left = self._found_later.difference(tree["buffers"])
+        mine = {path: (owner, saved) for path, owner, saved in self._buffers if path not in left}
         _check_same("buffers", tree["buffers"], mine)
         _check_same("optimizers", tree["groups"], self._groups)
         _check_same("others", tree["others"], self._others)

@@ -145,6 +145,8 @@ def unexpanded(tensor: Tensor) -> Tensor:
     for dim in range(tensor.dim()):
         if tensor.stride(dim) == 0 and tensor.shape[dim] > 1:
             tensor = tensor.narrow(dim, 0, 1)
+    if tensor.numel() == 1 and 0 in tensor.stride():  # of which no bytes can be seen
+        tensor = tensor.as_strided(tensor.shape, (1,) * tensor.dim())
     return tensor
 
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from swift_recovery.errors import StateError
-from swift_recovery.state import stateful
+from swift_recovery.state import incoming, stateful
 from swift_recovery.state.codec import decode, encode, join_path, path_of
-from swift_recovery.state.incoming import Incoming, Slot, install_optimizer
+from swift_recovery.state.incoming import Beginning, Incoming, Slot, install_optimizer
 from swift_recovery.state.sharded import is_sharded, local_of
 from swift_recovery.state.tensors import Layout, layout_of, unexpanded
 
@@ -70,6 +70,7 @@ class TrainingState:
                     raise StateError(f"{path}: a lazy module has no parameters yet; run a forward pass first")
                 _layout(path, local_of(parameter))
         self.check()
+        self._began = {name: incoming.beginning_of(model) for name, model in self.models.items()}
 
     def check(self) -> None:
         """Raise :class:`StateError` if an optimizer holds a parameter of no tracked model."""
@@ -100,6 +101,11 @@ class TrainingState:
                     "have it keep what the object has as entries of its state"
                 ) from None
 
+    def changed_parameters(self) -> list[str]:
+        """Those that are not what they were when this object was made: no other process could take them over."""
+        found = {name: incoming.changed_parameters(model, self._began[name]) for name, model in self.models.items()}
+        return [join_path(name, path) for name, paths in found.items() for path in paths]
+
     def parameters(self) -> list[nn.Parameter]:
         """All parameters, each once, in the order of the models."""
         return list({id(p): p for model in self.models.values() for p in model.parameters()}.values())
@@ -129,7 +135,7 @@ class TrainingState:
         self.check()
         names = self.parameter_names()
         tree = {
-            "models": {name: _model_tree(model) for name, model in self.models.items()},
+            "models": {name: _model_tree(model, self._began[name]) for name, model in self.models.items()},
             "optimizers": {name: _optimizer_tree(optimizer, names) for name, optimizer in self.optimizers.items()},
             "others": {name: stateful.capture(other) for name, other in self.others.items()},
             "extra": extra,
@@ -184,8 +190,10 @@ class TrainingState:
 
     def _install(self, tree: Any) -> Any:
         for name, model in self.models.items():
+            there = tree["models"][name]
+            incoming.install_buffers(model, there.get("grown", {}), there["buffers"])
             modules = dict(model.named_modules())
-            for path, state in tree["models"][name]["extra_state"].items():
+            for path, state in there["extra_state"].items():
                 modules[path].set_extra_state(state)
         for name, other in self.others.items():
             try:
@@ -250,13 +258,17 @@ def _buffers(model: nn.Module) -> dict[str, Tensor]:
     return {name: unexpanded(buffer) for name, buffer in model.named_buffers()}
 
 
-def _model_tree(model: nn.Module) -> dict[str, Any]:
-    extra_state = {
+def _model_tree(model: nn.Module, began: Beginning) -> dict[str, Any]:
+    tree = {"parameters": _parameters(model), "buffers": _buffers(model), "extra_state": _extra_state(model)}
+    return {**tree, "grown": incoming.grown_buffers(model, began)}
+
+
+def _extra_state(model: nn.Module) -> dict[str, Any]:
+    return {
         path: module.get_extra_state()
         for path, module in model.named_modules()
         if type(module).get_extra_state is not nn.Module.get_extra_state
     }
-    return {"parameters": _parameters(model), "buffers": _buffers(model), "extra_state": extra_state}
 
 
 def _parameters(model: nn.Module) -> dict[str, Tensor]:
@@ -305,11 +317,23 @@ def _check_names(what: str, theirs: Mapping[str, Any], mine: Mapping[str, Any]) 
 
 
 def _bind_model(name: str, model: nn.Module, tree: dict[str, Any], taken: dict[int, Slot]) -> None:
+    aliases = {path: how["aliases"] for path, how in tree.get("grown", {}).items()}
+    grown = {path for path, others in aliases.items() if incoming.has_place_for(model, (path, *others))}
+    for path in grown:  # there is none yet, or another one, which stays what it is
+        tree["buffers"][path].wish(None, _device_of(model), taken)
+    left_out = grown | {alias for path in grown for alias in aliases[path]}
     for section, mine in (("parameters", _parameters(model)), ("buffers", _buffers(model))):
-        _check_names(f"{name} {section}", tree[section], mine)
+        left = left_out if section == "buffers" else set()
+        mine = {path: live for path, live in mine.items() if path not in left}
+        theirs = {path: slot for path, slot in tree[section].items() if path not in left}
+        _check_names(f"{name} {section}", theirs, mine)
         for path, live in mine.items():
-            _bind(tree[section][path], live, join_path(name, path), taken)
-    _check_names(f"{name} extra state", tree["extra_state"], _model_tree(model)["extra_state"])
+            _bind(theirs[path], live, join_path(name, path), taken)
+    _check_names(f"{name} extra state", tree["extra_state"], _extra_state(model))
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
 def _bind(slot: Any, live: Tensor, path: str, taken: dict[int, Slot]) -> None:

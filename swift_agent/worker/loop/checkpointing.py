@@ -138,6 +138,7 @@ class Checkpointing:
         store = self._groups.store
         # On all ranks, or they gather other things next: an evaluation may have left whole parameters behind.
         tracked.reset_shards()
+        tracked.structure.look()
         generation = self._groups.generation
         counts = self._counts() if place.rank != tracked.replicas[0] else None
         checkpoints.take(

@@ -124,6 +124,7 @@ class Place:
         watch = library.Watch if library else None
         self.point = Snapshot(tracked.state, watch)
         self.start = Snapshot(tracked.state, watch, by_hand=True, modes=True)
+        tracked.structure.snapshots = (self.point, self.start)
         self._keeps_generators = self.seeds.keeps_generators
         for optimizer in tracked.state.optimizers.values() if self.start.by_hand else ():
             optimizer.register_step_post_hook(self.start.by_hand.note_step)

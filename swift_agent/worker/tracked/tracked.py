@@ -31,6 +31,7 @@ from swift_agent.worker.tracked.first_steps import FirstSteps
 from swift_agent.worker.tracked.named import Pending, check, ddps_of
 from swift_agent.worker.tracked.object_results import ObjectResults
 from swift_agent.worker.tracked.pipeline_steps import Pipelines
+from swift_agent.worker.tracked.structure import Structure
 from swift_agent.worker.updates import left_behind, overlapped, touched
 from swift_agent.worker.updates.carried import CarriedGradients, GradientWatch
 from swift_agent.worker.updates.touched import ChangedWithoutStep, TouchedParameters
@@ -130,6 +131,7 @@ class Tracked:
         self._unstepped: ChangedWithoutStep | None = None
         self._first_steps: FirstSteps | None = None
         self._tells = rank == self.replicas[0]
+        self.structure = Structure(self.state, supervisor.note if supervisor is not None and self._tells else None)
         if supervisor is None:
             return
         self._carried = CarriedGradients(optimizers.values(), self._sharded)
@@ -184,6 +186,7 @@ class Tracked:
         """An iteration is over, one of the first. Raises `UsageError` for gradients that it has taken over from the one
         before, for an update without a step, and for what an optimizer has made; says it if the script changes what one
         updates."""
+        self.structure.end()
         if self._first_steps is not None and not self._first_steps.look():
             self._first_steps = None
         if self._unstepped is not None and self._unstepped.end(updated=self.updates.num_steps > 0):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.optim import lr_scheduler
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -254,6 +255,76 @@ def test_wrappers_do_not_show_in_names() -> None:
     compiled = torch.compile(net)
     for wrapped in (net, nn.DataParallel(net), compiled, nn.DataParallel(compiled)):
         assert TrainingState({"m": wrapped}).models["m"] is net
+
+
+class Attention(nn.Module):
+    """With a mask that the first forward makes, and a longer input makes anew, as many have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.register_buffer("mask", None, persistent=False)
+        self.register_buffer("angles", torch.zeros(1))
+        self.twin = nn.Module()
+        self.longest = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[0] > self.longest:
+            self.longest = x.shape[0]
+            self.register_buffer("mask", torch.ones(self.longest, 2).triu(1), persistent=False)
+            self.angles = torch.arange(self.longest) * 0.5
+            self.inner.register_buffer("table", torch.full((1, 1), 7.0).expand(self.longest, 3))
+            self.twin.register_buffer("mask", self.mask, persistent=False)
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_buffers_that_were_made_or_grown_in_training_are_installed(staged: bool) -> None:
+    """Their module is as it was in the set-up here, or has grown less: a rank that began again."""
+    source = Attention()
+    theirs = TrainingState({"model": nn.Sequential(source)})
+    source(torch.ones(5, 4))
+    for length in (0, 3, 5):
+        fresh = Attention()
+        mine = TrainingState({"model": nn.Sequential(fresh)})
+        if length:
+            fresh(torch.ones(length, 4))
+        outgoing = theirs.collect()
+        incoming = mine.prepare(outgoing.manifest, staged)
+        before = {name: buffer.clone() for name, buffer in fresh.named_buffers()}
+        transfer(outgoing, incoming)
+        assert all(torch.equal(dict(fresh.named_buffers())[name], one) for name, one in before.items())
+        incoming.commit()
+        for (name, one), (other, two) in zip(source.named_buffers(), fresh.named_buffers(), strict=True):
+            assert name == other and torch.equal(one, two) and one.shape == two.shape
+        assert fresh.longest == 5 and fresh.twin.mask is fresh.mask and fresh.inner.table.stride() == (0, 0)
+        assert source.state_dict().keys() == fresh.state_dict().keys()
+        assert checksum(mine.tensors()) == checksum(theirs.tensors())
+        # It hands on what it has got, as the first source does.
+        assert mine.collect().manifest == outgoing.manifest
+
+
+def test_a_buffer_that_the_set_up_of_another_script_has_made_is_none_of_these() -> None:
+    """Nor is one where this model has something else of that name."""
+    source = nn.Linear(2, 2)
+    source.register_buffer("mask", torch.ones(2))
+    with pytest.raises(StateError, match="model buffers: 'mask' exists at the source but not here"):
+        TrainingState({"model": nn.Linear(2, 2)}).prepare(TrainingState({"model": source}).manifest(), staged=False)
+    grown, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    theirs = TrainingState({"model": grown})
+    grown.register_buffer("mask", torch.ones(2))
+    other.mask = "none"  # type: ignore[assignment]
+    with pytest.raises(StateError, match="model buffers: 'mask' exists at the source but not here"):
+        TrainingState({"model": other}).prepare(theirs.manifest(), staged=False)
+
+
+def test_parameters_that_have_changed_are_named() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    state = TrainingState({"model": model})
+    assert not state.changed_parameters()
+    prune.l1_unstructured(model[1], "weight", 0.5)
+    model[0].bias = None
+    assert state.changed_parameters() == ["model.0.bias", "model.1.weight", "model.1.weight_orig"]
 
 
 def linear_state(rows: int = 3, **optimizer: Any) -> TrainingState:
