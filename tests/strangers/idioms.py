@@ -83,6 +83,7 @@ IDIOMS: dict[str, Idiom] = {
     "step with a closure": Idiom("closure_step.py"),
     "step with a closure, hsdp": Idiom("closure_step.py", args=("hsdp",), workers=2),
     "optimizers that are not torch's own": Idiom("odd_optimizers.py"),
+    "a discriminator that begins later": Idiom("late_discriminator.py"),
     "learning rate by a counter": Idiom("counted_rate.py", Told("lr of optimizer is", "failure", "restart")),
     "collective by a counter": Idiom(
         "counted_collective.py", Told("ranks make different collectives", "failure", "restart"), args=("own",)

@@ -381,7 +381,7 @@ class Place:
         if tracked is not None and status == "holding":
             if tracked.updates.mixed:
                 status = "empty"
-                lacks = f"were cut in the middle of update {iteration}, which cannot be taken back"
+                lacks = f"had begun update {iteration}, which may not be whole, and cannot take it back"
             elif self.inside == "iteration" and tracked.updates.updated:
                 iteration += 1
             iteration = max(iteration, self.dry_iterations)

@@ -33,6 +33,7 @@ from swift_agent.worker.tracked.object_results import ObjectResults
 from swift_agent.worker.tracked.pipeline_steps import Pipelines
 from swift_agent.worker.tracked.structure import Structure
 from swift_agent.worker.updates import left_behind, overlapped, touched
+from swift_agent.worker.updates.around_steps import told_of_left_out
 from swift_agent.worker.updates.carried import CarriedGradients, GradientWatch
 from swift_agent.worker.updates.touched import ChangedWithoutStep, TouchedParameters
 from swift_agent.worker.updates.tracker import UpdateTracker
@@ -132,6 +133,7 @@ class Tracked:
         self._first_steps: FirstSteps | None = None
         self._tells = rank == self.replicas[0]
         self.structure = Structure(self.state, supervisor.note if supervisor is not None and self._tells else None)
+        self._may_leave_out, self._agrees = len(optimizers) > 1 and not overlap_update, agree is not None
         if supervisor is None:
             return
         self._carried = CarriedGradients(optimizers.values(), self._sharded)
@@ -193,6 +195,12 @@ class Tracked:
             if self._unstepped.found:
                 raise UsageError(touched.without_step(self.names_of(map(id, self._unstepped.found))))
             self._unstepped = None
+        if self._may_leave_out and self.updates.left_out:
+            self._may_leave_out = False
+            if self._tells and self._supervisor is not None:
+                left_out = self.updates.left_out
+                stepped = [name for name in self.state.optimizers if name not in left_out]
+                self._supervisor.note(told_of_left_out(stepped, left_out, is_kept=not self._agrees))
         if self._carried is not None and self._carried.end(updated=self.updates.num_steps > 0):
             self._carried = None
         if self._touched is not None and self._touched.end(updated=self.updates.num_steps > 0):

@@ -73,6 +73,22 @@ class _Seen:
         return self._grad() is grad and grad._version == self._version
 
 
+def told_of_left_out(stepped: Iterable[str], left_out: Iterable[str], *, is_kept: bool) -> str:
+    """Some optimizers have made their step in an iteration, others have not. *is_kept*: what those overwrite is, from
+    the next such iteration on."""
+    names, others = [", ".join(f"'{name}'" for name in some) for some in (stepped, left_out)]
+    then = "a failure that cuts such an iteration after a step may restart all workers"
+    if is_kept:
+        then = (
+            "while iterations end so, what such a step overwrites is copied before it, for a failure after it; one in "
+            "the first of them, after others, may restart all workers"
+        )
+    return (
+        f"an iteration has ended with a step of {names}, without one of {others}: {then}. One optimizer with the "
+        "parameters of all makes one step, which skips those without a gradient"
+    )
+
+
 def cuda_device(optimizer: Optimizer) -> torch.device | None:
     devices = (parameter.device for group in optimizer.param_groups for parameter in group["params"])
     return next((device for device in devices if device.type == "cuda"), None)

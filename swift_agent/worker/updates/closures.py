@@ -70,6 +70,13 @@ def with_closure(closure: Any, args: Sequence[Any], named: Mapping[str, Any]) ->
     return tuple(args), {**named, "closure": closure}
 
 
+def within(name: str) -> str:
+    return (
+        f"optimizer '{name}' changes parameters before it calls its closure, or calls it again: where ranks hold "
+        "different parts of a model such an update could not be recovered. Make it in two iterations."
+    )
+
+
 def is_torchs_own(optimizer: Optimizer) -> bool:
     """Or ours: its step calls the closure first, and once (but for LBFGS, which is refused)."""
     return type(optimizer).__module__.startswith(("torch.optim.", "swift_recovery."))

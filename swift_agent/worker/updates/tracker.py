@@ -1,10 +1,10 @@
 """Knows, at any instant, whether the update of this iteration has been made; through hooks of the optimizers.
 
 With one optimizer an iteration is untouched before its step and complete after it; the fence in front of the step and
-the report at the fence make that exact. With several, an iteration may be cut between two steps: unless their
-steps follow each other without a backward in between (then no peer failure can be noticed between them), the
-parameters and state that an earlier step overwrites are kept until the last one is done, so that the iteration can be
-taken back. A step that is given a closure is untouched until that has returned (`closures`).
+the report at the fence make that exact. With several, an iteration may be cut between two steps: unless all are made,
+and follow each other without a backward in between (then no peer failure can be noticed between them), the parameters
+and state that an earlier step overwrites are kept until the last one is done, or the iteration, so that it can be taken
+back. A step that is given a closure is untouched until that has returned (`closures`).
 
 This module must never communicate.
 """
@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from swift_agent.errors import UsageError
 from swift_agent.worker.in_place import Alone, InPlace
 from swift_agent.worker.line.fence import Fence
+from swift_agent.worker.updates import closures
 from swift_agent.worker.updates.around_steps import Gradients, Kept, cuda_device, wait_until_reduced
 from swift_agent.worker.updates.closures import StepClosure, closure_of, with_closure
 from swift_agent.worker.updates.dry_steps import DrySteps
@@ -80,6 +81,11 @@ class UpdateTracker:
         return len(self._stepped)
 
     @property
+    def left_out(self) -> list[str]:
+        """Optimizers without a step in this iteration, so far, if another one has made its own."""
+        return [name for name in self._optimizers if name not in self._stepped] if self._stepped else []
+
+    @property
     def is_open(self) -> bool:
         """An update is under way, or stands between two steps that cannot be taken back: no report is made before it
         is whole, or cut."""
@@ -118,6 +124,8 @@ class UpdateTracker:
         if not self._is_simple:
             for name in self._stepped:
                 self._apart.setdefault(name, False)
+            if self.left_out and self._agree is None:
+                self._apart.clear()  # no other step may follow in the next iteration, either
         if self._kept:
             self._kept.clear()
         self._in_iteration, self._dry = False, False
@@ -282,10 +290,7 @@ class UpdateTracker:
 
     def _note_within(self, name: str) -> None:
         if self._agree is not None:
-            raise UsageError(
-                f"optimizer '{name}' changes parameters before it calls its closure, or calls it again: where ranks "
-                "hold different parts of a model such an update could not be recovered. Make it in two iterations."
-            )
+            raise UsageError(closures.within(name))
         self._within[name] = True  # from the next step on, what it overwrites is kept
 
     def _check_closed(self, name: str) -> None:
@@ -360,7 +365,8 @@ class UpdateTracker:
             self._dry_steps.unhide()
             return
         self._running = ""
-        self._stepped.append(name)
+        if name not in self._stepped:  # else its class has called the step of another one
+            self._stepped.append(name)
         if len(self._stepped) == len(self._optimizers):
             self.updated = True
         self.reduced = False

@@ -71,7 +71,7 @@ def test_before_the_first_iteration() -> None:
 def test_each_rank_that_holds_nothing_is_told_with_its_reason() -> None:
     """Whatever the iteration: also in the first one an update may be half done, and a replacement may stand before a
     later one."""
-    half = "were cut in the middle of update 0, which cannot be taken back"
+    half = "had begun update 0, which may not be whole, and cannot take it back"
     cut = [RankReport(0, "empty", 0, lacks=half), RankReport(1, "empty", 30), RankReport(2, "fresh"),
            RankReport(3, "setup"), RankReport(4, "empty", 0, lacks=half, checkpoint=20)]  # fmt: skip
     assert make_plan(cut, 5).why == (
@@ -81,7 +81,7 @@ def test_each_rank_that_holds_nothing_is_told_with_its_reason() -> None:
 
 
 def test_a_survivor_without_a_state_is_not_called_lost() -> None:
-    half = "were cut in the middle of update 30, which cannot be taken back"
+    half = "had begun update 30, which may not be whole, and cannot take it back"
     plan = make_plan([holding(0, 30, (0,)), RankReport(1, "empty", 30, lacks=half), RankReport(2, "fresh")], 4)
     assert plan.kind == "restart"
     assert plan.why == f"ranks [2, 3] are lost; ranks [1] {half} and no survivor holds a replica of their state"

@@ -179,7 +179,7 @@ def test_a_report_says_why_it_holds_no_state() -> None:
     tracked.updates.mixed = True
     report = place.report()
     assert (report["status"], report["lacks"]) == (
-        "empty", "were cut in the middle of update 30, which cannot be taken back"
+        "empty", "had begun update 30, which may not be whole, and cannot take it back"
     )  # fmt: skip
     supervisor.close()
     theirs.close()

@@ -499,6 +499,60 @@ def test_a_class_whose_step_calls_that_of_another_is_one_step(make: Callable[...
     assert worker.reported() == {"updated": True, "mixed": False, "state": worker.values()}
 
 
+def test_two_whose_class_calls_the_step_of_another_are_not_done_after_one(make: Callable[..., Worker]) -> None:
+    class Mine(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    worker = make(lambda p: Mine(p, lr=0.1), num=2)
+    torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)  # its step is wrapped, too
+    worker.iteration(apart=True)
+    before = worker.values()
+    worker.tracker.begin()
+    worker.backward(0)
+    worker.optimizers[0].step()
+    assert not worker.tracker.updated and worker.tracker.num_steps == 1
+    worker.stop()
+    assert worker.reported()["updated"] is False
+    worker.tracker.cut()
+    assert worker.values() == before and not worker.tracker.mixed
+
+
+def test_an_iteration_in_which_some_make_no_step_is_taken_back(make: Callable[..., Worker]) -> None:
+    """A discriminator that begins later, say; an iteration may be cut after all that it does."""
+    worker = make(num=2)
+    for _ in range(3):
+        worker.tracker.begin()
+        worker.backward(0)
+        worker.optimizers[0].step()
+        assert worker.tracker.left_out == ["1"] and not worker.tracker.is_open
+        worker.tracker.finish()
+    before = worker.values()
+    worker.tracker.begin()
+    worker.backward(0)
+    worker.optimizers[0].step()
+    worker.stop()
+    assert worker.reported()["updated"] is False
+    worker.tracker.cut()
+    assert worker.values() == before and not worker.tracker.mixed
+
+
+def test_who_makes_all_steps_again_keeps_nothing(make: Callable[..., Worker]) -> None:
+    """What a scaler leaves out now and then; of the first time nothing is kept."""
+    worker = make(num=2)
+    worker.iteration()
+    is_open = []
+    for steps in ((0,), (0,), (0, 1), (0, 1)):
+        worker.tracker.begin()
+        for index in range(2):
+            worker.backward(index)
+        for index in steps:
+            worker.optimizers[index].step()
+            is_open += [worker.tracker.is_open] if index == 0 else []
+        worker.tracker.finish()
+    assert is_open == [True, False, False, True]
+
+
 def test_a_step_that_failed_does_not_hold_up_what_comes_after_it(make: Callable[..., Worker]) -> None:
     worker = make()
 
