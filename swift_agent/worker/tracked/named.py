@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from swift_agent.errors import UsageError
 from swift_agent.torch_private import pipelining
-from swift_agent.worker.tracked import unsupported
+from swift_agent.worker.tracked.refusals import unsupported
 from swift_agent.worker.updates import overlap_checks
 from swift_recovery.errors import StateError
 from swift_recovery.state.training_state import TrainingState

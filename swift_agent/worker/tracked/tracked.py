@@ -27,10 +27,10 @@ from swift_agent.worker.line.agent_line import Supervisor
 from swift_agent.worker.messages.cpp_messages import ways_past
 from swift_agent.worker.messages.messages import Messages
 from swift_agent.worker.tracked import ddp_buckets
-from swift_agent.worker.tracked.first_steps import FirstSteps
 from swift_agent.worker.tracked.named import Pending, check, ddps_of
 from swift_agent.worker.tracked.object_results import ObjectResults
 from swift_agent.worker.tracked.pipeline_steps import Pipelines
+from swift_agent.worker.tracked.refusals.first_steps import FirstSteps
 from swift_agent.worker.tracked.structure import Structure
 from swift_agent.worker.updates import left_behind, overlapped, touched
 from swift_agent.worker.updates.around_steps import told_of_left_out

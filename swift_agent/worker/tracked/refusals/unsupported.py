@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from swift_agent.torch_private import ddp as torch_ddp
 from swift_agent.torch_private import fsdp as torch_fsdp
-from swift_agent.worker.tracked.hook_state import kept_by_hook
+from swift_agent.worker.tracked.refusals.hook_state import kept_by_hook
 
 _HSDP = "use torch.distributed.fsdp.fully_shard on a mesh of two dimensions (replicate, shard)"
 _EACH_TIME = "reduce gradients in each iteration (plain DistributedDataParallel does)"

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from swift_agent.errors import UsageError
 from swift_agent.worker.tracked import named
-from swift_agent.worker.tracked.unsupported import scaler_of, unwrapped_optimizer
+from swift_agent.worker.tracked.refusals.unsupported import scaler_of, unwrapped_optimizer
 from tests.support.agent_forks import ForkServer
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from swift_agent.errors import UsageError
-from swift_agent.worker.tracked.first_steps import FirstSteps
+from swift_agent.worker.tracked.refusals.first_steps import FirstSteps
 from swift_recovery.state.training_state import TrainingState
 
 
