@@ -336,10 +336,11 @@ class Place:
             raise SwiftError(f"rank {self.rank} stands at iteration {here} and cannot skip to {iteration}")
         mine, tracked = self.tracked.script_side(), self.tracked
         mine.take()
-        updated = self.owed.dry_run.of_replica(others.held(tracked.state.others), tracked.apart)
+        dry_run, now = self.owed.dry_run, others.held(tracked.state.others)
         with self.lock:
             offer = install()
-            trees = others.trees_of(offer, iteration)
+            trees, same_place = others.trees_of(offer, iteration, self.here)
+            updated = dry_run.of_replica(now, tracked.apart, same_place=same_place)
             mine.replace_others({name: trees[name] for name in updated.intersection(trees)})
             mine.restore(buffers=False)
             self._carry(offer)

@@ -21,10 +21,12 @@ import xxhash
 from torch import Tensor
 
 from swift_agent.wire.given import fingerprint
+from swift_agent.worker.tracked.position import Position
 from swift_recovery.errors import StateError
 from swift_recovery.state import stateful
 from swift_recovery.state.checksum import checksum_of
 
+_PLACE = ("epoch", "passes", "batch", "sections")
 _KNOWN = (torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
 
 
@@ -121,11 +123,12 @@ class DryRun:
     def _changed(self, name: str) -> bool:
         return self.before.digests.get(name) != self.after.digests[name]
 
-    def of_replica(self, now: Held, apart: Collection[str]) -> frozenset[str]:
+    def of_replica(self, now: Held, apart: Collection[str], *, same_place: bool) -> frozenset[str]:
         """The update came from a replica: objects that must have its state, too. *now*: what they hold here; *apart*:
-        those that differ from rank to rank."""
-        found = (name for name in self.after.digests if self._changed(name) or name in now.averages)
-        return frozenset(found).difference(apart)
+        those that differ from rank to rank; *same_place*: its state is of where the script here is. If it is of a later
+        place the script is yet to change (a number of epochs) what has nothing to do with the update."""
+        changed = {name for name in self.after.digests if self._changed(name)} if same_place else set[str]()
+        return frozenset(changed | now.averages).difference(apart)
 
     def of_iteration(self, now: Held) -> frozenset[str]:
         """The iteration is run after all, for its effect: objects that then keep what it makes of them. *now*: what
@@ -138,14 +141,17 @@ class DryRun:
         return sorted(changed & now.averages)
 
 
-def trees_of(offer: Mapping[str, Any] | None, iteration: int) -> Mapping[str, Any]:
+def trees_of(offer: Mapping[str, Any] | None, iteration: int, here: Position) -> tuple[Mapping[str, Any], bool]:
     """Their states after the update before *iteration*, from what another rank offers (see `Place.offer`): where it has
-    come to a point since, else where it has begun something. From the point it may have gone on."""
+    come to a point since, else where it has begun something. From the point it may have gone on. And whether that is
+    the place where the script is *here*, but for that iteration."""
     if offer is None:
-        return {}
-    tree = offer["point"] if offer["position"]["iteration"] == iteration else offer["start"]
+        return {}, False
+    at_point = offer["position"]["iteration"] == iteration
+    tree = offer["point"] if at_point else offer["start"]
     trees: Mapping[str, Any] = tree["others"] if tree else {}
-    return trees
+    same_place = not at_point or all(offer["position"][name] == getattr(here, name) for name in _PLACE)
+    return trees, same_place
 
 
 def told_behind(number: int, names: Collection[str]) -> str:

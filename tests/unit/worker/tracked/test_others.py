@@ -162,6 +162,29 @@ def test_who_owes_an_update_gets_averages_with_it(workers: tuple[Worker, Worker]
     assert print_of[0] == print_of[1]
 
 
+@pytest.mark.parametrize("stands", ["at the same point", "at the next one", "in its next iteration, without a point"])
+def test_numbers_come_with_the_update_where_the_script_stands_at_the_same_place(
+    workers: tuple[Worker, Worker], stands: str
+) -> None:
+    """A history of the norms of gradients, which alone are others; between two points the script counts in it, too."""
+    owing, source = workers
+    for worker in workers:
+        worker.tracked.apart = frozenset()
+    source.iteration()
+    if stands.startswith("at"):
+        source.place.keep_point()
+    owing.is_cut()
+    if stands == "at the next one":
+        source.losses.values.append(0.5)
+        source.place.here.epoch += 1
+        source.place.keep_point()
+    elif not stands.startswith("at"):
+        source.place.keep_start()
+    owing.gets_update_of(source)
+    assert owing.average() == source.average()
+    assert owing.losses.values == ([0.0] if stands == "at the next one" else [1.0])
+
+
 def test_who_makes_the_iteration_after_all_keeps_the_average_of_that(workers: tuple[Worker, Worker]) -> None:
     owing, undisturbed = workers
     undisturbed.iteration()
