@@ -69,6 +69,7 @@ IDIOMS: dict[str, Idiom] = {
     "image classifier": Idiom("image_classifier.py"),
     "endless iterator": Idiom("endless_iterator.py"),
     "one loop after the other": Idiom("several_loops.py"),
+    "one loop after the other, lost before the first": Idiom("several_loops.py", at=(0, 4, 10), scopes=("worker",)),
     "hsdp": Idiom("sharded_transformer.py", args=("hsdp",), workers=2),
     "fsdp x tp": Idiom("sharded_transformer.py", args=("tp",), workers=2),
     "shards that nobody holds twice, lost in an iteration": Idiom(

@@ -133,6 +133,7 @@ class Protected:
             recovery.starts_over(time.monotonic() - self._created_s)
         else:
             recovery.phases_s.clear()  # of no recovery
+        place.keep_point()  # a section may come before the first batch
         newest, every = checkpointing.find() if checkpointing is not None else (0, 0)
         with place.lock:
             # With a checkpoint that another rank may see, this state is not what the job goes on with.

@@ -1,5 +1,5 @@
-"""The head first, then all: one loop over epochs after the other, with a validation and another learning rate between
-them, and iterations without a loader in the end."""
+"""The head first, then all: one loop over epochs after the other, with a validation before each and another learning
+rate for the second, and iterations without a loader in the end."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ def main() -> None:
 
     @job.resilient
     def validate() -> float:
+        hooks.moment("before", job.iteration_number)
         with torch.no_grad():
             loss = F.mse_loss(model.module(data.tensors[0]), data.tensors[1])
         dist.all_reduce(loss)
