@@ -24,6 +24,7 @@ from swift_agent.worker.data.inputs import Inputs
 from swift_agent.worker.data.loader_order import Pass, number_of
 from swift_agent.worker.line import in_script
 from swift_agent.worker.loop.unprotected import Running
+from swift_agent.worker.tracked import epoch_loops
 from swift_agent.worker.tracked.loop_state import Place
 from swift_agent.worker.tracked.position import Units
 
@@ -199,7 +200,7 @@ class Batches(Iterator[T]):
         passes, place = self._passes, self._passes.place
         passes.begin()
         passes.begins(self, self._loader)
-        place.comes_to_loop()
+        epoch_loops.comes_to_another(place)
         here, seeds, target = place.here, place.seeds, place.target
         number = self._number = here.passes
         if target is not None:

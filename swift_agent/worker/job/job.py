@@ -288,7 +288,7 @@ class Job:
         if start and place.target is None and place.here.iteration < start:
             raise UsageError(f"job.iterations(start={start}) after the training loop has begun: it must come first.")
         here = place.here
-        place.comes_to_loop()
+        epoch_loops.comes_to_another(place)
         if place.target is not None:
             behind = place.target.iteration + (not place.target.is_end)
             if behind > num_iterations or place.is_before_loop:

@@ -33,6 +33,12 @@ def epochs(place: Place, start: int, num_epochs: int) -> Iterator[int]:
         place.target = None
 
 
+def comes_to_another(place: Place) -> None:
+    """To a loop without epochs, or to a pass over a loader."""
+    if place.later is not None:
+        place.target, place.later = place.later, None
+
+
 def told_missing(place: Place) -> str:
     """In words, if the script has ended before the loop in which it has to go on; else ''."""
     if not place.is_before_loop:

@@ -18,6 +18,7 @@ from torch import Tensor
 from swift_agent import native
 from swift_agent.errors import SwiftError
 from swift_agent.worker.tracked import others
+from swift_agent.worker.tracked.given_state import GivenState
 from swift_agent.worker.tracked.position import Position, Units
 from swift_agent.worker.tracked.seeds import Seeds
 from swift_agent.worker.tracked.tracked import Tracked
@@ -106,6 +107,7 @@ class Place:
         self._point_units = Units()
         self._catch_up: Mapping[str, Any] | None = None
         self._arrived: list[tuple[Tensor, Tensor]] = []
+        self._given: GivenState | None = None
         self._moved = False  # an iteration or section has begun since the last point, and `start` is its snapshot
 
     def can_remake(self) -> bool:
@@ -163,6 +165,8 @@ class Place:
             all_of_them = all_of_them or len(self._arrived) == len(state.parameters())
             kept = map(local_of, state.parameters()) if all_of_them else state.loose_parameters()
             self._arrived = copies_of(list(kept))
+        if self.is_before_epoch and self.target is not None and (self.target.loop or 0) > 1:
+            self._given = GivenState(self.tracked.state)  # between loops it may begin parts of a model anew
 
     def carry_gradients(self) -> None:
         """An iteration has left gradients without an update: what is kept does not have them."""
@@ -196,11 +200,6 @@ class Place:
         """A replacement has not come to the loop of epochs of its point."""
         return self.target is not None and (self.target.loop or 0) > (self.here.loop or 0)
 
-    def comes_to_loop(self) -> None:
-        """To one without epochs, or to a pass over a loader."""
-        if self.later is not None:
-            self.target, self.later = self.later, None
-
     def arrive(self, *, in_no_loader: bool = False) -> None:
         """A replacement has reached the point at which it joined: from here on it is like the others."""
         assert self.target is not None
@@ -212,6 +211,10 @@ class Place:
         self.is_before_epoch = False
         self.passed = self.target if in_no_loader and self.target.batch else None
         self.target = None
+        if self._given is not None:
+            self._given.put_back()
+            self.start.by_hand.settle()
+            self._given = None
         self.point.restore()  # what the script has done on its way to small things is done in it already
 
     @property
@@ -284,10 +287,7 @@ class Place:
         with self.lock:
             self.tracked.settle()
             if self.status == "empty":
-                self.here = replace(
-                    target, passes=target.epoch_passes, sections=target.epoch_sections, batch=0, peeks=(), loop=0,
-                    is_end=False,
-                )  # fmt: skip
+                self.here = target.begun_again()
                 self.is_before_epoch = target.is_told or bool(target.loop)
                 self.target, self.target_units = target, Units(**offer["units"])
                 self.tracked.give_first_steps(offer.get("pipelines", {}))

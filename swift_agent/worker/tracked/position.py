@@ -5,7 +5,7 @@ This module must never know what a number leads to: where a batch is found, or a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(slots=True)
@@ -31,6 +31,12 @@ class Position:
     peeks: tuple[int, ...] = ()
     loop: int | None = 0
     is_end: bool = False
+
+    def begun_again(self) -> Position:
+        """Where a script stands that has been started again, to get here."""
+        return replace(
+            self, passes=self.epoch_passes, sections=self.epoch_sections, batch=0, peeks=(), loop=0, is_end=False
+        )
 
     def begin_epoch(self, epoch: int, *, is_told: bool) -> None:
         self.epoch, self.is_told = epoch, is_told

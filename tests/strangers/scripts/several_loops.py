@@ -1,5 +1,5 @@
-"""The head first, then all: one loop over epochs after the other, with a validation before each and another learning
-rate for the second, and iterations without a loader in the end."""
+"""The head first, then all: one loop over epochs after the other, with a validation before each, another learning rate
+and a head made anew for the second, and iterations without a loader in the end."""
 
 from __future__ import annotations
 
@@ -49,7 +49,10 @@ def main() -> None:
                 train(x, y)
 
     loop(2)
-    optimizer.param_groups[0]["lr"] *= 0.1  # also in a replacement, which has it from the others already
+    # Also in a replacement, which has it all from the others already.
+    optimizer.param_groups[0]["lr"] *= 0.1
+    optimizer.state.clear()
+    nn.init.constant_(model.module[2].weight, 0.1)
     loop(3)
     for number in job.iterations(14):
         hooks.moment("before", number)

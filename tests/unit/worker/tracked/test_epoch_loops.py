@@ -17,6 +17,7 @@ from swift_agent.worker.tracked.epoch_loops import told_missing
 from swift_agent.worker.tracked.loop_state import Place
 from swift_agent.worker.tracked.position import Position, Units
 from swift_agent.worker.tracked.seeds import Seeds
+from swift_recovery.state.training_state import TrainingState
 
 Given = tuple[int, str, int, list[float]]
 """An iteration: its number, its loop, the number of that loop's epoch, and what it is given."""
@@ -50,7 +51,8 @@ class Script:
     def begin(self) -> None:
         """As `Place.take_over` leaves a replacement."""
         if not self.job._begun and self.target is not None:
-            self.place.tracked = SimpleNamespace(count_on=lambda offer: None, settle=lambda: None)  # type: ignore[assignment]
+            nothing = TrainingState({})
+            self.place.tracked = SimpleNamespace(count_on=id, settle=lambda: None, state=nothing)  # type: ignore[assignment]
             self.place.tracked.give_first_steps = lambda steps: None  # type: ignore[union-attr,method-assign]
             self.place.point.install = lambda tree, rng: None  # type: ignore[method-assign]
             self.place.start = SimpleNamespace(by_hand=SimpleNamespace(settle=lambda: None))  # type: ignore[assignment]
@@ -171,7 +173,7 @@ def test_a_replacement_goes_on_in_the_loop_of_the_others(form: Callable[[Script]
         count = len(whole.sections) - point.sections
         made = [name for how, name in replacement.sections if how != "dry"]
         assert made == [name for _, name in whole.sections[len(whole.sections) - count :]], point
-        assert replacement.restored == 1 and not told_missing(replacement.place)
+        assert replacement.place._given is None and replacement.restored == 1 and not told_missing(replacement.place)
 
 
 def test_what_does_not_count_loops_means_the_first_one() -> None:
