@@ -79,4 +79,5 @@ def within(name: str) -> str:
 
 def is_torchs_own(optimizer: Optimizer) -> bool:
     """Or ours: its step calls the closure first, and once (but for LBFGS, which is refused)."""
-    return type(optimizer).__module__.startswith(("torch.optim.", "swift_recovery."))
+    # Adafactor says that it is of torch.optim itself.
+    return f"{type(optimizer).__module__}.".startswith(("torch.optim.", "swift_recovery."))

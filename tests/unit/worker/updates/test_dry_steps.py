@@ -20,6 +20,8 @@ from swift_agent.worker.loop.protected import Protected
 from swift_agent.worker.tracked.loop_state import Place
 from swift_agent.worker.tracked.seeds import Seeds
 from swift_agent.worker.tracked.tracked import Tracked
+from swift_agent.worker.updates.dry_steps import DrySteps
+from swift_recovery.undo.rules import RULES
 from tests.support.odd_optimizers import Counted, Decayed, Estimating, Listed, Momentum
 
 KINDS: dict[str, Callable[[Any], Optimizer]] = {
@@ -113,6 +115,13 @@ def make() -> Iterator[Callable[..., Worker]]:
     yield build
     for worker in made:
         worker.close()
+
+
+def test_whose_steps_do_nothing_without_gradients() -> None:
+    kinds = [*RULES, *KINDS.values()]
+    made = {str(number): make([nn.Parameter(torch.ones(2, 2))]) for number, make in enumerate(kinds)}
+    others = [type(made[name]) for name in sorted(DrySteps(made).others, key=int)]
+    assert others == [Momentum, Listed, Estimating, Counted, Decayed]
 
 
 @pytest.mark.parametrize("kind", KINDS)
