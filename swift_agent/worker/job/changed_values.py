@@ -9,13 +9,15 @@ keep it alive.
 
 from __future__ import annotations
 
+import argparse
 import dis
 import functools
+import itertools
 import sys
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy
@@ -25,6 +27,8 @@ from torch import Tensor
 from swift_agent.worker.line.in_script import is_of_script
 from swift_agent.worker.rejoin.kept import state_of_generator
 
+_CALLED_UNNAMED = ("forward", "__call__", "__getitem__", "__len__", "__iter__", "__next__")
+_NAMESPACES = (argparse.Namespace, SimpleNamespace)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 # What torch keeps in each module.
 _TORCHS = frozenset(vars(torch.nn.Module()))
@@ -35,6 +39,16 @@ _MOST = 5000
 _FUNCTIONS = 200
 # Of a tensor or an array of this size the values are looked at, of a larger one whether torch has counted a change.
 _VALUES = 16
+
+
+def is_light(value: Any, depth: int = 3) -> bool:
+    """Whether that is a mapping, or an object that only holds attributes, with numbers and texts in it."""
+    if isinstance(value, _PLAIN):
+        return True
+    inside = list(value.values() if type(value) is dict else vars(value).values() if type(value) in _NAMESPACES
+                  else value if type(value) in (list, tuple) else ())  # fmt: skip
+    is_known = type(value) in (dict, list, tuple, *_NAMESPACES)
+    return is_known and depth > 0 and len(inside) <= _ITEMS and all(is_light(one, depth - 1) for one in inside)
 
 
 def look(function: FunctionType, around: Mapping[str, Any], known: Collection[Any]) -> Glance:
@@ -55,6 +69,12 @@ def changed(before: Glance, after: Glance) -> dict[str, None]:
     return found
 
 
+def advanced(before: Glance, after: Glance) -> dict[str, None]:
+    """The same, of what the code of the iteration itself reads, or what that calls by name."""
+    reads = after.reads_by_name()
+    return {name: None for name in changed(before, after) if after.values[name][1] in reads}
+
+
 class Glance:
     """*values*: by name what was found, as plain data, and what the code reads and sets there: a variable, an
     attribute, a key."""
@@ -63,14 +83,31 @@ class Glance:
         self.values: dict[str, tuple[Any, str]] = {}
         self._seen, self._num_left = {id(one) for one in known}, _MOST
         self._codes: set[CodeType] = set()
+        self._first: CodeType | None = None
         self._functions: deque[FunctionType] = deque()
         self._reads, self._sets, self._sets_at_once = set[str](), set[str](), frozenset[str]()
         modules = [module for one in known if isinstance(one, torch.nn.Module) for module in one.modules()]
         self._seen |= {id(one) for module in modules for one in (module, *module.parameters(False))}
+        self._hooked = modules
         self._modules = [module for module in modules if _is_own(type(module))]
 
     def is_set_first(self, ends: str) -> bool:
         return ends in self._sets_at_once or (ends in self._sets and ends not in self._reads)
+
+    def reads_by_name(self) -> set[str]:
+        """By the function that was looked at, and by what it names, or calls without a name (`forward`)."""
+        left = [self._first] if self._first is not None else []
+        left += [code for code in self._codes if code.co_name in _CALLED_UNNAMED]
+        seen, reads = set(left), set[str]()
+        while left:
+            code = left.pop()
+            reads |= uses_of(code).reads
+            named = {*code.co_names, *code.co_freevars}
+            inner = {one for one in code.co_consts if isinstance(one, CodeType)}
+            more = (inner | {one for one in self._codes if one.co_name in named}) - seen
+            seen |= more
+            left += more
+        return reads
 
     def reach(self, function: FunctionType, around: Mapping[str, Any]) -> None:
         for module in self._modules:
@@ -78,9 +115,14 @@ class Glance:
             for name, value in vars(module).items():
                 if name not in _TORCHS:
                     self._walk(value, f"{type(module).__name__}.{name}", f".{name}", _DEPTH)
+        for module in self._hooked:
+            for hooks in (module._forward_pre_hooks, module._forward_hooks):
+                for hook in hooks.values():
+                    self._walk(hook, f"{type(module).__name__} hook", ".", _DEPTH)
         for name, value in around.items():
-            if _is_own(type(value)):
+            if _is_own(type(value)) or type(value) in (*_NAMESPACES, dict):
                 self._walk(value, name, name, _DEPTH)
+        self._first = function.__code__
         self._sets_at_once = uses_of(function.__code__).at_once
         self._functions.append(function)
         while self._functions:
@@ -134,7 +176,9 @@ class Glance:
             for key, one in vars(value).items():
                 if isinstance(one, (*_PLAIN, Tensor, dict, list, set, deque)) and not key.startswith("__"):
                     self._walk(one, f"{name}.{key}", f".{key}", depth)
-        elif isinstance(value, torch.nn.Module) or _is_own(type(value)):
+        elif type(value) is itertools.count:
+            self.values[name] = repr(value), ends
+        elif isinstance(value, torch.nn.Module) or _is_own(type(value)) or type(value) in _NAMESPACES:
             self._visit_methods(type(value))
             for key, one in _attributes_of(value):
                 self._walk(one, f"{name}.{key}", f".{key}", depth)
@@ -189,7 +233,7 @@ class Uses:
 @functools.lru_cache(maxsize=512)
 def uses_of(code: CodeType) -> Uses:
     reads, sets, set_first, at_once = set[str](), set[str](), set[str](), set[str]()
-    has_branched, has_called, constants = False, False, deque[str](maxlen=3)
+    has_branched, has_called, gets, constants = False, False, False, deque[str](maxlen=3)
     for one in dis.get_instructions(code):
         key = next((found for found in reversed(constants) if found), "")
         constants.append(f"[{one.argval}]" if one.opname == "LOAD_CONST" else "")
@@ -197,6 +241,9 @@ def uses_of(code: CodeType) -> Uses:
             has_branched = True
         has_called = has_called or one.opname.startswith("CALL")
         what, does_set = _use_of(one, key)
+        if gets and constants[-1]:
+            what = constants[-1]
+        gets = what in (".get", ".pop", ".setdefault")
         if what and not does_set and what not in set_first:
             reads.add(what)
         elif what and does_set:

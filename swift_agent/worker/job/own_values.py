@@ -4,28 +4,40 @@ them.
 One that reaches the update through the loss makes the gradients of ranks differ; their reduction makes the parameters
 equal again, so no comparison finds it. Which variables the decorated function sets and reads its code says, when the
 loop begins. What else changes (attributes, containers, what functions that it calls set) is seen while it runs: if it
-is another one after the second iteration and again after the third. The first one may fill caches.
+is another one after the second iteration and again after the third. The first one may fill caches. What the body of the
+loop changes in between, and the iteration is given or reads, is told then as well, where the source says that it is
+carried on from turn to turn: what comes from the job (its number, the epoch) is not.
 
-This module must never change or keep anything of the script's but the function itself.
+This module must never change anything of the script's, or keep more of it than the function itself and, until then,
+mappings of numbers that it is given.
 """
 
 from __future__ import annotations
 
+import argparse
 import dis
 import inspect
+import itertools
+import linecache
+import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
 
-from swift_agent.worker.job.changed_values import Glance, changed, look
+from swift_agent.worker.job.changed_values import Glance, advanced, changed, is_light, look
+from swift_agent.worker.job.loop_body import LoopBody
+from swift_agent.worker.line.in_script import is_of_script
 
 R = TypeVar("R")
 
 MAX_NAMED = 3
 # Iterations, until it is known what changes in each.
 NUM_SEEN = 3
+# Of what an iteration is given: an object of a class of the script is always looked into.
+LOOKED_INTO = (dict, argparse.Namespace, types.SimpleNamespace)
+NOWHERE = 1 << 30
 
 
 class OwnValues:
@@ -38,6 +50,10 @@ class OwnValues:
         self._told: tuple[str, ...] = ()
         self._num_left = NUM_SEEN if note is not None else 0
         self._changed: dict[str, None] | None = None
+        self._after: Glance | None = None
+        self._advanced: set[str] | None = None
+        self._given: dict[str, Any] = {}
+        self._numbers: list[dict[str, Any]] = []
 
     def add(self, function: Callable[..., Any]) -> None:
         """The script has decorated an iteration."""
@@ -58,31 +74,72 @@ class OwnValues:
         if not self._num_left:
             return function(*args, **named)
         self._num_left -= 1
-        before = None if self._num_left == NUM_SEEN - 1 else self._look(function, args, named)
+        is_first = not self._numbers
+        around = self._around(function, args, named, is_first=is_first)
+        before = None if is_first else self._look(function, around)
+        if before is not None and self._after is not None:
+            self._note_advanced(set(advanced(self._after, before)))
         result = function(*args, **named)
-        if before is None:
+        after = self._after = self._look(function, around)
+        if is_first:
             return result
-        after = self._look(function, args, named)
-        found = {} if after is None else changed(before, after)
+        found = {} if before is None or after is None else changed(before, after)
         self._changed = {name: None for name in found if self._changed is None or name in self._changed}
         if not self._num_left:
             self._tell_changed(function, [name for name in self._changed if name not in self._told])
+            self._tell_advanced(function)
+            self._after, self._given, self._numbers = None, {}, []
         return result
 
-    def _look(self, function: Callable[..., Any], args: tuple[Any, ...], named: Mapping[str, Any]) -> Glance | None:
+    def _around(
+        self, function: Callable[..., Any], args: tuple[Any, ...], named: Mapping[str, Any], *, is_first: bool
+    ) -> dict[str, Any]:
+        """What it is given, by name; of mappings those that it was given before as well, as others are batches."""
+        inner = plain_function(function)
+        first = getattr(function, "__self__", None)
+        given = (first, *args) if first is not None else args
+        names = inner.__code__.co_varnames if inner is not None else ()
+        around = dict(zip(names, given, strict=False)) | dict(named)
+        self._numbers.append({name: value for name, value in around.items() if type(value) in (int, float)})
+        before, containers = self._given, {n: one for n, one in around.items() if type(one) in LOOKED_INTO}
+        self._given = {name: one for name, one in containers.items() if is_light(one)}
+        kept = {name for name, one in self._given.items() if is_first or before.get(name) is one}
+        return {name: one for name, one in around.items() if name not in containers or name in kept}
+
+    def _look(self, function: Callable[..., Any], around: Mapping[str, Any]) -> Glance | None:
         """None: it cannot be looked at."""
         inner = plain_function(function)
         if inner is None:
             self._num_left = 0
             return None
-        first = getattr(function, "__self__", None)
-        given = (first, *args) if first is not None else args
-        around = dict(zip(inner.__code__.co_varnames, given, strict=False)) | dict(named)
         try:
             return look(inner, around, self._known or ())
         except Exception:  # objects of a script may be of any kind; training does not depend on it
             self._num_left = 0
             return None
+
+    def _note_advanced(self, names: set[str]) -> None:
+        self._advanced = names if self._advanced is None else self._advanced & names
+
+    def _tell_advanced(self, function: Callable[..., Any]) -> None:
+        """What the loop's body has carried on, and the iteration reads or is given."""
+        assert self._changed is not None
+        numbers = [name for name in self._numbers[0] if _differs([one.get(name) for one in self._numbers])]
+        names = [name for name in self._advanced or () if name not in self._told and name not in self._changed]
+        inner = plain_function(function)
+        if self._note is None or inner is None or not (numbers or names):
+            return
+        try:
+            body = _loop_body()
+            positions = {name: number for number, name in enumerate(inner.__code__.co_varnames)}
+            shift = getattr(function, "__self__", None) is not None
+            where = {name: positions.get(name, NOWHERE) - shift for name in numbers}
+            found = [name for name in numbers if body.given(inner.__name__, where[name], name)]
+            found += sorted(name for name in names if body.advances(name))
+        except Exception:  # a source of another kind, or none
+            return
+        if found:
+            self._note(told_of_body(inner.__name__, found))
 
     def _tell_changed(self, function: Callable[..., Any], names: list[str]) -> None:
         if names and self._note is not None:
@@ -113,6 +170,20 @@ def plain_function(function: Callable[..., Any]) -> types.FunctionType | None:
     inner = inspect.unwrap(getattr(function, "__func__", function))
     inner = getattr(inner, "__func__", inner)
     return inner if isinstance(inner, types.FunctionType) else None
+
+
+def _differs(values: list[Any]) -> bool:
+    """From call to call."""
+    return None not in values and all(one != other for one, other in itertools.pairwise(values))
+
+
+def _loop_body() -> LoopBody:
+    """Of the line of the script that has called the iteration that is over."""
+    frame = sys._getframe()
+    while not is_of_script(frame.f_code.co_filename):
+        assert frame.f_back is not None
+        frame = frame.f_back
+    return LoopBody("".join(linecache.getlines(frame.f_code.co_filename)), frame.f_lineno)
 
 
 def _values(function: types.FunctionType) -> dict[str, Any]:
@@ -156,6 +227,18 @@ def _uses(code: types.CodeType, outer: frozenset[str]) -> Iterator[tuple[str, st
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):  # a function in it, which may be called at any time
             yield from _uses(constant, outer.intersection(constant.co_freevars))
+
+
+def told_of_body(function: str, names: list[str]) -> str:
+    """*names*: of what *function* uses, and the loop's body carries on."""
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return (
+        f"{function}() uses {', '.join(names[:MAX_NAMED])}{more}, which the body of the loop carries on: in a "
+        "replacement that starts over. If the loss depends on it (a weight of a term), ranks then train with different "
+        "values, and no comparison shows that. Work it out from job.iteration_number; count batches by "
+        "enumerate(job.batches(loader), start=job.position.batch); or keep it in an object with state_dict and "
+        "load_state_dict, and give that to job.track()"
+    )
 
 
 def told(function: str, names: list[str], *, does: str = "sets and reads") -> str:

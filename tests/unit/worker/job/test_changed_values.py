@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import collections
 import functools
 import itertools
@@ -171,6 +172,106 @@ def notes_of(function: Callable[..., Any], *args: Any, known: tuple[Any, ...] = 
     return notes
 
 
+arguments, simple = argparse.Namespace(step=0, device="cpu"), SimpleNamespace(parts={"n": 0})
+ticks, global_step = itertools.count(), 0
+hooked = nn.Sequential(nn.Linear(1, 1))
+
+
+def noisy(module: nn.Module, inputs: Any, output: Any) -> Any:
+    history.append(1.0)
+    return output
+
+
+hooked[0].register_forward_hook(noisy)
+
+
+def by_a_namespace(x: float) -> float:
+    arguments.step += 1
+    return x * arguments.step
+
+
+def by_a_simple_one(x: float) -> float:
+    simple.parts["n"] += 1
+    return x * simple.parts["n"]
+
+
+def by_a_count(x: float) -> float:
+    return x * next(ticks)
+
+
+def by_a_hook(x: float) -> float:
+    return float(hooked(torch.tensor([x])).detach())
+
+
+def of_a_dict(given: dict[str, Any], x: float) -> float:
+    given["n"] = given.get("n", 0) + 1
+    return x * float(given["n"])
+
+
+def reads_a_global(x: float) -> float:
+    return x * global_step
+
+
+def is_given_numbers(x: float, beta: float = 0.0, *, number: int = 0) -> float:
+    return x * beta * number
+
+
+# As the job's own frames are, which are none of the script's.
+through = eval("lambda own, function: lambda *args, **named: own.run(function, args, named)")
+
+
+def body_of(kind: str) -> list[str]:
+    global global_step
+    notes: list[str] = []
+    own = OwnValues(notes.append)
+    own.begin(())
+    train, reads = through(own, is_given_numbers), through(own, reads_a_global)
+    count = 0.0
+    for number in range(5):
+        if kind == "counts":
+            count += 0.5
+            train(1.0, count)
+        elif kind == "counts by name":
+            train(1.0, beta=count)
+            count += 0.5
+        elif kind == "of the job":
+            train(1.0, number / 5, number=number)
+        elif kind == "the same":
+            train(1.0, count)
+        elif kind == "reads":
+            reads(1.0)
+        global_step += 1
+    return notes
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [("counts", "is_given_numbers() uses beta, "), ("counts by name", "is_given_numbers() uses beta, "),
+     ("reads", "reads_a_global() uses global_step, ")],
+)  # fmt: skip
+def test_what_the_body_of_the_loop_carries_on(kind: str, named: str) -> None:
+    (said,) = body_of(kind)
+    assert said.startswith(f"{named}which the body of the loop carries on: in a replacement that starts over"), said
+
+
+@pytest.mark.parametrize("kind", ["of the job", "the same"])
+def test_numbers_of_the_job_are_not_told(kind: str) -> None:
+    assert body_of(kind) == []
+
+
+def test_a_mapping_is_told_if_the_same_one_is_given_again() -> None:
+    kept: dict[str, Any] = {}
+    (said,) = notes_of(of_a_dict, kept)
+    assert said.startswith("of_a_dict() changes given['n']: "), said
+    notes: list[str] = []
+    own = OwnValues(notes.append)
+    own.begin(())
+    for _ in range(4):  # a batch, whose memory the next one has
+        own.run(of_a_dict, ({"n": 1}, 1.0), {})
+    assert notes == []
+    assert notes_of(of_a_dict, {"n": 1, "image": torch.zeros(2)}) == []
+
+
 @pytest.fixture(autouse=True)
 def _as_at_first() -> None:
     global count
@@ -194,10 +295,14 @@ def _as_at_first() -> None:
         (by_what_it_sets_too_late, "state['loss']"),
         (by_another_model, "teacher.layer.weight"),
         (by_a_default, "by_a_default.__defaults__"),
+        (by_a_namespace, "arguments.step"),
+        (by_a_simple_one, "simple.parts['n']"),
+        (by_a_count, "ticks"),
+        (by_a_hook, "history"),
     ],
 )
 def test_what_an_iteration_carries_on_is_told_after_the_third(function: Callable[..., Any], named: str) -> None:
-    known = (net, nn.Identity())
+    known = (net, hooked, nn.Identity())
     assert notes_of(function, known=known, num=2) == []
     (said,) = notes_of(function, known=known)
     assert said.startswith(f"{function.__name__}() changes {named}: in a replacement that starts over"), said
@@ -318,5 +423,6 @@ def test_what_the_code_reads_before_it_sets_it() -> None:
     assert (uses.reads, uses.sets, uses.at_once) == ({".total"}, {".last", ".total"}, {".last"})
     uses = uses_of(by_a_key.__code__)
     assert "[updates]" in uses.reads and "[loss]" in uses.sets - uses.reads - uses.at_once | {"[loss]"}
+    assert "[n]" in uses_of(of_a_dict.__code__).reads
     uses = uses_of(by_what_it_sets_at_once.__code__)
     assert uses.at_once == {"beta", "[loss]"} and not uses_of(by_what_it_sets_too_late.__code__).at_once
