@@ -112,6 +112,7 @@ IDIOMS: dict[str, Idiom] = {
     "a batch that is changed in place": Idiom("changed_in_place.py"),
     "a batch that is taken inside and changed in place": Idiom("changed_in_place.py", args=("inside",)),
     "a tensor that a section sums up in": Idiom("changed_in_place.py", args=("section",)),
+    "a mask that grows, and parameter groups of sets": Idiom("grown_mask.py"),
     "weights that are given to the iteration": Idiom("changed_in_place.py", args=("weights",)),
     "a validation by a flag that it clears": Idiom(
         "section_by_a_flag.py", Told("goes another way on rank", "failure", "restart", "after")

@@ -18,7 +18,7 @@ from swift_recovery.state.codec import decode
 from swift_recovery.state.sharded import like
 from swift_recovery.state.tensors import Layout, copy_all, has_layout, new_tensor
 
-_PLAIN = (bool, int, float, str, type(None))
+PLAIN = (bool, int, float, str, type(None))
 # What torch keeps in each module.
 _TORCHS = frozenset(vars(nn.Module()))
 
@@ -39,7 +39,7 @@ def beginning_of(model: nn.Module) -> Beginning:
     return Beginning(
         {path: _kind_of(parameter) for path, parameter in model.named_parameters()},
         _kinds_of_buffers(model),
-        {path: _plain_attributes(module) for path, module in _modules(model).items()},
+        {path: plain_attributes(module) for path, module in _modules(model).items()},
     )
 
 
@@ -127,13 +127,13 @@ def _kinds_of_buffers(model: nn.Module) -> dict[str, tuple[Any, ...] | None]:
     return kinds
 
 
-def _plain_attributes(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if type(value) in _PLAIN and name not in _TORCHS}
+def plain_attributes(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if type(value) in PLAIN and name not in _TORCHS}
 
 
 def _changed_attributes(modules: Mapping[str, nn.Module], path: str, began: Beginning) -> dict[str, Any]:
     before, missing = began.attributes.get(path, {}), object()
-    now = _plain_attributes(modules[path])
+    now = plain_attributes(modules[path])
     return {name: value for name, value in now.items() if value != before.get(name, missing)}
 
 

@@ -1,9 +1,9 @@
 """The small part of a training state at one point of the loop, so that an interrupted iteration can be repeated.
 
-Kept: buffers of models, hyper-parameters of optimizers, state of the other objects, which gradients did not exist and,
-when asked, the generators, and modes (the training flag of each module, ``requires_grad`` of each parameter);
-gradients, where ``TrainingState.carried`` says that an update is yet to use them. Never kept: parameters and optimizer
-state, which an iteration changes at its end only.
+Kept: buffers of models, with the plain attributes beside them (the length for which a mask was made), hyper-parameters
+of optimizers, state of the other objects, which gradients did not exist and, when asked, the generators, and modes (the
+training flag of each module, ``requires_grad`` of each parameter); gradients, where ``TrainingState.carried`` says that
+an update is yet to use them. Never kept: parameters and optimizer state, which an iteration changes at its end only.
 Taken at every iteration, so it must never wait for a device and must cost microseconds.
 """
 
@@ -18,7 +18,7 @@ from swift_recovery.errors import StateError
 from swift_recovery.state import changes, stateful
 from swift_recovery.state.by_hand import ByHand
 from swift_recovery.state.codec import join_path
-from swift_recovery.state.incoming import replace_values
+from swift_recovery.state.incoming import PLAIN, plain_attributes, replace_values
 from swift_recovery.state.randomness import capture_generators, restore_generators
 from swift_recovery.state.sharded import local_of
 from swift_recovery.state.tensors import copy_all, same_bits, unexpanded
@@ -93,6 +93,8 @@ class Snapshot:
         self.by_hand = ByHand(state.loose_parameters() if by_hand else ())
         self._buffers: list[_Owner] = []
         self._found_later: set[str] = set()
+        self._beside: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
+        self._attributes: dict[str, dict[str, Any]] = {}
         self._parameters = state.parameters()
         # As mappings: to ask a module takes three times as long. A wrapper without a flag of its own has another's.
         flags = [vars(module) for model in state.models.values() for module in model.modules()] if modes else []
@@ -136,6 +138,11 @@ class Snapshot:
             if module._buffers and (path := join_path(name, within) if within else name) not in known
         ]
         self._buffers += found
+        modules = {id(module._buffers): module for model in self._state.models.values() for module in model.modules()}
+        for path, owner, _ in found:
+            module = modules[id(owner)]
+            if not type(module).__module__.startswith("torch."):
+                self._beside[path] = vars(module), plain_attributes(module)
         return found
 
     def take(self, rng: bool = False) -> None:
@@ -176,6 +183,8 @@ class Snapshot:
                 parameter.requires_grad_(flag)
 
     def _take_buffers(self) -> None:
+        for path, (own, first) in self._beside.items():
+            self._attributes[path] = {n: value for n in first if type(value := own.get(n, own)) in PLAIN}
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         for _, owner, saved in self._buffers:
@@ -266,6 +275,8 @@ class Snapshot:
                     sources.append(buffer.copy)
         copy_all(targets, sources)
         if buffers:
+            for path, attributes in self._attributes.items():
+                self._beside[path][0].update(attributes)
             self.by_hand.put_back()
         self._put_modes()
         # Before the hyper-parameters: a scheduler's load_state_dict may write a learning rate of its own.
@@ -300,8 +311,14 @@ class Snapshot:
             path: {key: None if buffer is None else buffer.copy for key, buffer in saved.items()}
             for path, _, saved in self._buffers
         }
+        # What has not changed may be of this rank alone.
+        attributes = {
+            path: {n: value for n, value in kept.items() if value != self._beside[path][1][n]}
+            for path, kept in self._attributes.items()
+        }
         return {
             "buffers": buffers,
+            "attributes": attributes,
             "groups": self._groups,
             "others": self._others,
             "no_gradient": self._no_gradient,
@@ -335,6 +352,8 @@ class Snapshot:
                 saved[key] = None if values is None else _received(owner.get(key), values)
             for key in [key for key in saved if key not in tree["buffers"][path]]:
                 del saved[key]
+        for path, (_, first) in self._beside.items():
+            self._attributes[path] = {**first, **tree.get("attributes", {}).get(path, {})}
         self._groups = stateful.copy_tree(tree["groups"])
         self._others = stateful.copy_tree(tree["others"])
         self._no_gradient = list(tree["no_gradient"])

@@ -487,3 +487,50 @@ def test_a_large_buffer_that_is_changed_without_being_counted_is_told(monkeypatc
         assert not snapshot.is_spoilt()
     model.queue.data[3] = 1.0
     assert snapshot.is_spoilt()
+
+
+class Grows(nn.Module):
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.register_buffer("mask", None, persistent=False)
+        self.length, self.cache, self.rank = 0, None, rank
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > self.length:
+            self.length = len(x)
+            self.mask = torch.full((len(x),), float(len(x)))
+        self.cache = x if self.cache is None else self.cache
+        return x * self.mask[: len(x)]
+
+
+def test_plain_attributes_beside_a_buffer_go_with_it() -> None:
+    """Else a forward takes a mask for one of the length that it was made for in the cut iteration."""
+    model = Grows(0)
+    snapshot = Snapshot(TrainingState({"model": model}))
+    snapshot.take()
+    model(torch.ones(2))
+    snapshot.restore()
+    assert (model.length, model.mask, model.cache) == (0, None, None)
+    model(torch.ones(2))
+    snapshot.take()
+    model(torch.ones(3))
+    assert model.length == 3
+    snapshot.restore()
+    assert model.length == 2 and model(torch.ones(2)).tolist() == [2, 2] and model.cache is not None
+
+
+def test_a_receiver_gets_those_that_have_changed_and_else_has_its_own() -> None:
+    source, here = Grows(0), Grows(1)
+    sent, taken = (Snapshot(TrainingState({"model": one})) for one in (source, here))
+    source(torch.ones(2))
+    sent.take()
+    here(torch.ones(4))
+    taken.install(sent.tree())
+    assert (here.length, here.mask.tolist(), here.rank) == (2, [2, 2], 1)
+    fresh = Snapshot(TrainingState({"model": Grows(2)}))
+    fresh.take()
+    taken.install(fresh.tree())
+    assert (here.length, here.mask, here.rank) == (0, None, 1)
+    without = {name: value for name, value in sent.tree().items() if name != "attributes"}
+    taken.install(without)  # of an earlier version
+    assert here.length == 0 and here.mask.tolist() == [2, 2]
