@@ -188,7 +188,7 @@ import random
 import torch
 from torch import nn
 from swift_agent import native
-from swift_recovery.state.snapshot import Snapshot
+from swift_recovery.state.snapshots.snapshot import Snapshot
 from swift_recovery.state.training_state import TrainingState
 
 model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))

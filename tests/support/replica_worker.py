@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from swift_recovery.state.checksum import checksum
-from swift_recovery.state.snapshot import Snapshot
+from swift_recovery.state.snapshots.snapshot import Snapshot
 from swift_recovery.state.training_state import TrainingState
 from swift_recovery.transfer.replica import GroupLink, Pending, receive_state, send_state
 

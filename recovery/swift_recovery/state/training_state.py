@@ -6,7 +6,7 @@ such a manifest, has it filled and *commits*. Must never change live state befor
 the identity of a parameter, and never touch ``grad`` or ``requires_grad``.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +16,22 @@ from torch.optim import Optimizer
 
 from swift_recovery.errors import StateError
 from swift_recovery.state import incoming, stateful
-from swift_recovery.state.codec import decode, encode, join_path, path_of
+from swift_recovery.state.binding import (
+    arrange,
+    bind_model,
+    bind_optimizer,
+    buffers_of,
+    check_names,
+    extra_state_of,
+    layout_at,
+    parameters_of,
+)
+from swift_recovery.state.codec import decode, encode, join_path
 from swift_recovery.state.incoming import Beginning, Incoming, Slot, install_optimizer
 from swift_recovery.state.sharded import is_sharded, local_of
-from swift_recovery.state.tensors import Layout, layout_of, unexpanded
+from swift_recovery.state.tensors import Layout
 
 VERSION = 2
-_SAME_SCRIPT = "start every worker with the same script and options"
 
 
 @dataclass(frozen=True)
@@ -68,7 +77,7 @@ class TrainingState:
             for path, parameter in model.named_parameters(name):
                 if nn.parameter.is_lazy(parameter):
                     raise StateError(f"{path}: a lazy module has no parameters yet; run a forward pass first")
-                _layout(path, local_of(parameter))
+                layout_at(path, local_of(parameter))
         self.check()
         self._began = {name: incoming.beginning_of(model) for name, model in self.models.items()}
 
@@ -80,7 +89,7 @@ class TrainingState:
                 for index, parameter in enumerate(group["params"]):
                     if id(parameter) not in names:
                         raise StateError(
-                            f"optimizer '{name}': parameter {index} of group {number} ({_layout(name, parameter)}) "
+                            f"optimizer '{name}': parameter {index} of group {number} ({layout_at(name, parameter)}) "
                             "belongs to no tracked model; track the module that holds it as well"
                         )
 
@@ -94,7 +103,7 @@ class TrainingState:
                 where = f"its state of {names.get(id(key), 'a tensor')}"
             try:
                 for tensor_keys, tensor in _encoded(values):
-                    _layout(tensor_keys, tensor)
+                    layout_at(tensor_keys, tensor)
             except StateError as error:
                 raise StateError(
                     f"optimizer '{name}': {where}: {error}. Use an optimizer that keeps plain tensors and numbers, or "
@@ -142,7 +151,7 @@ class TrainingState:
         }
         keys: list[tuple[object, ...]] = []
         body, tensors = encode(tree, keys)
-        layouts = [_layout(keys_of, tensor) for keys_of, tensor in zip(keys, tensors, strict=True)]
+        layouts = [layout_at(keys_of, tensor) for keys_of, tensor in zip(keys, tensors, strict=True)]
         head, _ = encode({"state": VERSION, "layouts": [layout.to_text() for layout in layouts]})
         return Outgoing(head + b"\n" + body, tensors, layouts)
 
@@ -176,14 +185,14 @@ class TrainingState:
         slots = [Slot(Layout.from_text(layout)) for layout in header["layouts"]]
         tree = decode(body, slots)
         for section, mine in (("models", self.models), ("optimizers", self.optimizers), ("others", self.others)):
-            _check_names(section, tree[section], mine)
+            check_names(section, tree[section], mine)
         # Each live tensor takes one value: by id, the slot that it belongs to.
         taken: dict[int, Slot] = {}
         for name, model in self.models.items():
-            _bind_model(name, model, tree["models"][name], taken)
+            bind_model(name, model, tree["models"][name], taken)
         names = self.parameter_names()
         for name, optimizer in self.optimizers.items():
-            _bind_optimizer(name, optimizer, tree["optimizers"][name], names, taken)
+            bind_optimizer(name, optimizer, tree["optimizers"][name], names, taken)
         for slot in slots:
             slot.allocate(staged)
         return Incoming(slots, body, self._install)
@@ -205,7 +214,7 @@ class TrainingState:
                 ) from error
         # After the others: a scheduler's load_state_dict may write a learning rate of its own.
         for name, optimizer in self.optimizers.items():
-            _arrange(optimizer, tree["optimizers"][name], self.parameter_names())
+            arrange(optimizer, tree["optimizers"][name], self.parameter_names())
             install_optimizer(optimizer, _optimizer_parameters(optimizer), tree["optimizers"][name])
         return tree["extra"]
 
@@ -247,32 +256,9 @@ def _encoded(tree: Any) -> list[tuple[tuple[object, ...], Tensor]]:
     return list(zip(keys, tensors, strict=True))
 
 
-def _layout(path: str | tuple[object, ...], tensor: Tensor) -> Layout:
-    try:
-        return layout_of(tensor)
-    except StateError as error:
-        raise StateError(f"{path if isinstance(path, str) else path_of(path)}: {error}") from None
-
-
-def _buffers(model: nn.Module) -> dict[str, Tensor]:
-    return {name: unexpanded(buffer) for name, buffer in model.named_buffers()}
-
-
 def _model_tree(model: nn.Module, began: Beginning) -> dict[str, Any]:
-    tree = {"parameters": _parameters(model), "buffers": _buffers(model), "extra_state": _extra_state(model)}
+    tree = {"parameters": parameters_of(model), "buffers": buffers_of(model), "extra_state": extra_state_of(model)}
     return {**tree, "grown": incoming.grown_buffers(model, began)}
-
-
-def _extra_state(model: nn.Module) -> dict[str, Any]:
-    return {
-        path: module.get_extra_state()
-        for path, module in model.named_modules()
-        if type(module).get_extra_state is not nn.Module.get_extra_state
-    }
-
-
-def _parameters(model: nn.Module) -> dict[str, Tensor]:
-    return {name: local_of(parameter) for name, parameter in model.named_parameters()}
 
 
 def _optimizer_parameters(optimizer: Optimizer) -> list[Tensor]:
@@ -307,110 +293,3 @@ def _optimizer_tree(optimizer: Optimizer, names: dict[int, str]) -> dict[str, An
     ]
     tree = {"kind": type(optimizer).__name__, "groups": groups, "state": state}
     return {**tree, "state_other": state_of_none(optimizer), "sharded": sharded}
-
-
-def _check_names(what: str, theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
-    for name in [*theirs, *mine]:
-        if name not in mine or name not in theirs:
-            where = "at the source but not here" if name not in mine else "here but not at the source"
-            raise StateError(f"{what}: '{name}' exists {where}; {_SAME_SCRIPT}")
-
-
-def _bind_model(name: str, model: nn.Module, tree: dict[str, Any], taken: dict[int, Slot]) -> None:
-    aliases = {path: how["aliases"] for path, how in tree.get("grown", {}).items()}
-    grown = {path for path, others in aliases.items() if incoming.has_place_for(model, (path, *others))}
-    for path in grown:  # there is none yet, or another one, which stays what it is
-        tree["buffers"][path].wish(None, _device_of(model), taken)
-    left_out = grown | {alias for path in grown for alias in aliases[path]}
-    for section, mine in (("parameters", _parameters(model)), ("buffers", _buffers(model))):
-        left = left_out if section == "buffers" else set()
-        mine = {path: live for path, live in mine.items() if path not in left}
-        theirs = {path: slot for path, slot in tree[section].items() if path not in left}
-        _check_names(f"{name} {section}", theirs, mine)
-        for path, live in mine.items():
-            _bind(theirs[path], live, join_path(name, path), taken)
-    _check_names(f"{name} extra state", tree["extra_state"], _extra_state(model))
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-
-
-def _bind(slot: Any, live: Tensor, path: str, taken: dict[int, Slot]) -> None:
-    here = _layout(path, live)
-    if not isinstance(slot, Slot):
-        raise StateError(f"{path}: the manifest has no tensor for it")
-    there = slot.layout
-    if (here.dtype, here.shape, here.device_type) != (there.dtype, there.shape, there.device_type):
-        raise StateError(f"{path}: the source holds {there}, this worker {here}; {_SAME_SCRIPT}")
-    if slot.live is not None and slot.live is not live:
-        raise StateError(f"{path}: shared with another parameter at the source but not here; {_SAME_SCRIPT}")
-    if taken.setdefault(id(live), slot) is not slot:
-        raise StateError(f"{path}: shared with another parameter here but not at the source; {_SAME_SCRIPT}")
-    slot.live, slot.device = live, live.device
-
-
-def _bind_optimizer(
-    name: str, optimizer: Optimizer, tree: dict[str, Any], names: dict[int, str], taken: dict[int, Slot]
-) -> None:
-    kind = type(optimizer).__name__
-    if tree["kind"] != kind:
-        raise StateError(f"optimizer '{name}': {tree['kind']} at the source, {kind} here; {_SAME_SCRIPT}")
-    held = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
-    theirs = [group["params"] for group in tree["groups"]]
-    if list(map(sorted, held)) != list(map(sorted, theirs)):
-        raise StateError(
-            f"optimizer '{name}': its parameter groups hold {_first_difference(theirs, held)}; {_SAME_SCRIPT}"
-        )
-    parameters = [parameter for group in _arranged(optimizer, tree, names) for parameter in group]
-    for index, entry in tree["state"].items():
-        parameter = parameters[index]
-        existing = optimizer.state.get(parameter, {})
-        for key, slot in _slots(entry):
-            mine = existing.get(key)
-            slot.wish(local_of(mine) if isinstance(mine, Tensor) else mine, parameter.device, taken)
-    for group, new in zip(optimizer.param_groups, tree["groups"], strict=True):
-        device = group["params"][0].device if group["params"] else torch.device("cpu")
-        for key, slot in _slots(new["values"]):
-            slot.wish(group.get(key), device, taken)
-
-
-def _arranged(optimizer: Optimizer, tree: dict[str, Any], names: dict[int, str]) -> list[list[Tensor]]:
-    """The parameters of its groups, in the order that they have at the source."""
-    arranged = []
-    for group, new in zip(optimizer.param_groups, tree["groups"], strict=True):
-        by_name = {names[id(parameter)]: parameter for parameter in group["params"]}
-        arranged.append([by_name[name] for name in new["params"]])
-    return arranged
-
-
-def _arrange(optimizer: Optimizer, tree: dict[str, Any], names: dict[int, str]) -> None:
-    """Give the parameters of its groups that order: a group that was made of a set has another one in each process. It
-    matters to an optimizer that adds up over its parameters."""
-    for group, parameters in zip(optimizer.param_groups, _arranged(optimizer, tree, names), strict=True):
-        group["params"][:] = parameters
-
-
-def _first_difference(theirs: list[list[str]], mine: list[list[str]]) -> str:
-    if len(theirs) != len(mine):
-        return f"{len(theirs)} groups at the source and {len(mine)} here"
-    number = next(i for i, (a, b) in enumerate(zip(theirs, mine, strict=True)) if a != b)
-    pairs = zip(theirs[number], mine[number], strict=False)
-    for index, (there, here) in enumerate(pairs):
-        if there != here:
-            return f"'{there}' as parameter {index} of group {number} at the source, '{here}' here"
-    return f"{len(theirs[number])} parameters in group {number} at the source, {len(mine[number])} here"
-
-
-def _slots(tree: Any, key: Any = None) -> Iterator[tuple[Any, Slot]]:
-    """Slots in *tree*, each with its key if it lies directly in the outermost dict, else None."""
-    if isinstance(tree, Slot):
-        yield key, tree
-    elif isinstance(tree, dict):
-        for name, item in tree.items():
-            for _, slot in _slots(item):
-                yield name if item is slot else None, slot
-    elif isinstance(tree, list | tuple | set):
-        for item in tree:
-            for _, slot in _slots(item):
-                yield None, slot

@@ -17,10 +17,10 @@ from typing import TypeVar
 from swift_agent.worker.groups.process_groups import ProcessGroups
 from swift_agent.worker.tracked.loop_state import Place
 from swift_agent.worker.tracked.tracked import Tracked
-from swift_recovery.state.by_hand import copies_of, put_back
-from swift_recovery.state.changes import Changed
 from swift_recovery.state.randomness import capture_generators, restore_generators
 from swift_recovery.state.sharded import local_of
+from swift_recovery.state.snapshots.by_hand import copies_of, put_back
+from swift_recovery.state.snapshots.changes import Changed
 
 R = TypeVar("R")
 

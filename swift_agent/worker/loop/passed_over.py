@@ -15,12 +15,12 @@ from swift_agent.worker.loop.recovery import Recovery
 from swift_agent.worker.loop.ways_out import WaysOut
 from swift_agent.worker.replicas.comparison import Comparison
 from swift_agent.worker.tracked import others
-from swift_agent.worker.tracked.loop_state import Owed, Place
+from swift_agent.worker.tracked.loop_state import Place
 from swift_agent.worker.tracked.tracked import Tracked
 from swift_agent.worker.updates import touched
 from swift_agent.worker.updates.left_behind import Touched
 from swift_recovery.state import deviation, stateful
-from swift_recovery.state.snapshot import gradients_of, put_gradients
+from swift_recovery.state.snapshots.snapshot import gradients_of, put_gradients
 
 R = TypeVar("R")
 
@@ -79,7 +79,7 @@ class PassedOver:
         if owes:
             since = Touched(tracked.state.parameters())
             dry_run = others.DryRun(before, others.held(tracked.state.others))
-            place.owed = Owed(number, lambda: self._pay(call, since), dry_run)
+            place.owed = others.Owed(number, lambda: self._pay(call, since), dry_run)
         return result
 
     def _pay(self, call: Callable[[], Any], gradients: Touched | None = None) -> None:

@@ -264,3 +264,14 @@ def _before_forward(module: torch.nn.Module, arguments: Any) -> None:
     # In join() torch pairs the collectives of ranks that have no more input with those of DDP's own order.
     if torch_ddp.is_in_join(module) and torch_ddp.has_buffer_hook(module):
         torch_ddp.drop_buffer_hook(module)
+
+
+@contextlib.contextmanager
+def without_reduction(ddps: Iterable[DDP]) -> Iterator[None]:
+    """Inside, a forward does not make DDP reduce in the backward after it. (A pipeline's stages also run their modules
+    to tell each other shapes: the gradients of the first micro-batch would be reduced then.)"""
+    with contextlib.ExitStack() as stack:
+        for module in ddps:
+            stack.enter_context(module.no_sync())
+            stack.enter_context(stays_unsynchronised(module))
+        yield

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, astuple, dataclass, field, replace
+from dataclasses import asdict, astuple, replace
 from typing import Any, Literal
 
 from torch import Tensor
@@ -23,18 +23,9 @@ from swift_agent.worker.tracked.position import Position, Units
 from swift_agent.worker.tracked.seeds import Seeds
 from swift_agent.worker.tracked.tracked import Tracked
 from swift_recovery.planning.reports import RankReport, Status
-from swift_recovery.state.by_hand import copies_of, put_back
 from swift_recovery.state.sharded import local_of
-from swift_recovery.state.snapshot import Snapshot, put_gradients
-
-
-@dataclass
-class Owed:
-    """An iteration that the script believes done, while its update is still to come from a replica."""
-
-    iteration: int
-    run: Callable[[], Any]
-    dry_run: others.DryRun = field(default_factory=others.DryRun)
+from swift_recovery.state.snapshots.by_hand import copies_of, put_back
+from swift_recovery.state.snapshots.snapshot import Snapshot, put_gradients
 
 
 class Place:
@@ -76,7 +67,7 @@ class Place:
         self.here = Position()
         self.target: Position | None = None
         self.later: Position | None = None
-        self.owed: Owed | None = None
+        self.owed: others.Owed | None = None
         self.dry_iterations = 0
         self.repeats = False
         self.replays_before = 0
@@ -166,7 +157,7 @@ class Place:
             kept = map(local_of, state.parameters()) if all_of_them else state.loose_parameters()
             self._arrived = copies_of(list(kept))
         if self.is_before_epoch and self.target is not None and (self.target.loop or 0) > 1:
-            self._given = GivenState(self.tracked.state)  # between loops it may begin parts of a model anew
+            self._given = GivenState(self.tracked.state)  # between loops it may begin parts of a model again
 
     def carry_gradients(self) -> None:
         """An iteration has left gradients without an update: what is kept does not have them."""

@@ -11,8 +11,8 @@ object.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy
@@ -167,3 +167,12 @@ def told_apart(names: Collection[str]) -> str:
         "objects given to job.track() have another state on other ranks, and a replacement gets that of a replica: "
         f"{', '.join(names)}"
     )
+
+
+@dataclass
+class Owed:
+    """An iteration that the script believes done, while its update is still to come from a replica."""
+
+    iteration: int
+    run: Callable[[], Any]
+    dry_run: DryRun = field(default_factory=DryRun)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from swift_recovery.state.snapshot import Snapshot
+from swift_recovery.state.snapshots.snapshot import Snapshot
 from swift_recovery.state.training_state import TrainingState
 
 MAX_NAMED = 3

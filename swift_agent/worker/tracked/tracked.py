@@ -40,7 +40,7 @@ from swift_agent.worker.updates.tracker import UpdateTracker
 from swift_recovery.checkpoint.writer import Checkpoints, Settings
 from swift_recovery.state.checksum import checksum
 from swift_recovery.state.sharded import is_sharded, local_of, replicas_of
-from swift_recovery.state.snapshot import Snapshot
+from swift_recovery.state.snapshots.snapshot import Snapshot
 from swift_recovery.state.training_state import TrainingState
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class Tracked:
             )  # fmt: skip
         self.pipelines: Pipelines | None = None
         if supervisor is not None and pipelining.has_schedules():
-            self.pipelines = Pipelines(in_place, lambda: _without_reduction(ddps))
+            self.pipelines = Pipelines(in_place, lambda: ddp_buckets.without_reduction(ddps))
         self.checkpoints: Checkpoints | None = None
         if supervisor is not None and checkpoints is not None:
             self.checkpoints = Checkpoints(
@@ -120,7 +120,7 @@ class Tracked:
             else UpdateTracker(optimizers, supervisor, agree, in_place)
         )
         if overlap_update:
-            pipelining.watch_schedules(lambda schedule, first: _without_reduction(ddps if first else ()))
+            pipelining.watch_schedules(lambda schedule, first: ddp_buckets.without_reduction(ddps if first else ()))
         for name, each in optimizers.items():
             _refuse_new_groups(name, each)
         self._sharded = _sharded_roots(pending)
@@ -319,7 +319,7 @@ class Tracked:
         the same decision, and gradients of this rank alone say nothing about it: it is shown zeros.
         """
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_without_reduction(keeper.ddp for keeper in self.keepers))
+            stack.enter_context(ddp_buckets.without_reduction(keeper.ddp for keeper in self.keepers))
             stack.enter_context(pipelining.without_last_backward())
             if finite and self._scaled:
                 for parameter in self.state.parameters():
@@ -340,17 +340,6 @@ class Tracked:
 
     def checksum(self) -> int:
         return checksum(self.state.replicated_tensors())
-
-
-@contextlib.contextmanager
-def _without_reduction(ddps: Iterable[DistributedDataParallel]) -> Iterator[None]:
-    """Inside, a forward does not make DDP reduce in the backward after it. (A pipeline's stages also run their modules
-    to tell each other shapes: the gradients of the first micro-batch would be reduced then.)"""
-    with contextlib.ExitStack() as stack:
-        for module in ddps:
-            stack.enter_context(module.no_sync())
-            stack.enter_context(ddp_buckets.stays_unsynchronised(module))
-        yield
 
 
 def _refuse_new_groups(name: str, optimizer: Optimizer) -> None:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from swift_agent.worker.updates.around_steps import Kept
 from swift_agent.worker.updates.closures import is_torchs_own
-from swift_recovery.state.snapshot import put_values, values_of
+from swift_recovery.state.snapshots.snapshot import put_values, values_of
 from swift_recovery.state.stateful import copy_tree
 
 _Values = list[dict[str, Any]]

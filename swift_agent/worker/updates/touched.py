@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from swift_recovery.state.by_hand import Looks
 from swift_recovery.state.sharded import local_of
+from swift_recovery.state.snapshots.by_hand import Looks
 
 _NUM_NAMED = 3
 # Iterations without a step in which it is looked: the first may have a learning rate of 0.

@@ -26,7 +26,7 @@ from swift_agent.worker.tracked.loop_state import Place
 from swift_agent.worker.tracked.object_results import ObjectResults
 from swift_agent.worker.tracked.seeds import Seeds
 from swift_agent.worker.tracked.tracked import Tracked
-from swift_recovery.state import by_hand
+from swift_recovery.state.snapshots import by_hand
 
 
 class Running:

@@ -38,7 +38,7 @@ from swift_agent.worker.tracked.seeds import Seeds
 from swift_agent.worker.tracked.tracked import Tracked
 from swift_recovery.errors import LostLog
 from swift_recovery.planning.plan import Plan
-from swift_recovery.state import by_hand
+from swift_recovery.state.snapshots import by_hand
 
 # As torch's future says it.
 IN_CALLBACK = "Got the following error when running the callback:"

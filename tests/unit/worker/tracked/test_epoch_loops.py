@@ -52,7 +52,9 @@ class Script:
         """As `Place.take_over` leaves a replacement."""
         if not self.job._begun and self.target is not None:
             nothing = TrainingState({})
-            self.place.tracked = SimpleNamespace(count_on=id, settle=lambda: None, state=nothing)  # type: ignore[assignment]
+            self.place.tracked = SimpleNamespace(
+                count_on=id, settle=lambda: None, state=nothing, objects=SimpleNamespace(take=lambda offered: None)
+            )  # type: ignore[assignment]
             self.place.tracked.give_first_steps = lambda steps: None  # type: ignore[union-attr,method-assign]
             self.place.point.install = lambda tree, rng: None  # type: ignore[method-assign]
             self.place.start = SimpleNamespace(by_hand=SimpleNamespace(settle=lambda: None))  # type: ignore[assignment]

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 from swift_agent.worker.tracked.structure import Structure
-from swift_recovery.state.snapshot import Snapshot
+from swift_recovery.state.snapshots.snapshot import Snapshot
 from swift_recovery.state.training_state import TrainingState
 
 

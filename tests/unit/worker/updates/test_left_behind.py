@@ -19,7 +19,8 @@ from swift_agent.worker.groups.process_groups import ProcessGroups
 from swift_agent.worker.job.job import Job
 from swift_agent.worker.line.agent_line import Supervisor
 from swift_agent.worker.loop.protected import Protected
-from swift_agent.worker.tracked.loop_state import Owed, Place
+from swift_agent.worker.tracked.loop_state import Place
+from swift_agent.worker.tracked.others import Owed
 from swift_agent.worker.tracked.position import Position
 from swift_agent.worker.tracked.seeds import Seeds
 from swift_agent.worker.tracked.tracked import Tracked

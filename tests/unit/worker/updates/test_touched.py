@@ -123,7 +123,7 @@ class TwoSteps(torch.optim.Optimizer):
 def tracked_with(optimizer: torch.optim.Optimizer, model: nn.Module) -> Tracked:
     # Under an agent: only there is it looked.
     supervisor = cast(
-        Any, SimpleNamespace(enter_step=lambda: None, leave=lambda: None, environment=NO_AGENT)
+        Any, SimpleNamespace(enter_step=lambda: None, leave=lambda: None, environment=NO_AGENT, note=print)
     )
     return Tracked({"models": {"m": model}, "optimizers": {"o": optimizer}, "others": {}}, [0, 1], 2, supervisor)
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from swift_recovery.state import by_hand
-from swift_recovery.state.by_hand import ByHand, copies_of, put_back
-from swift_recovery.state.snapshot import Snapshot
+from swift_recovery.state.snapshots import by_hand
+from swift_recovery.state.snapshots.by_hand import ByHand, copies_of, put_back
+from swift_recovery.state.snapshots.snapshot import Snapshot
 from swift_recovery.state.training_state import TrainingState
 
 

@@ -15,63 +15,21 @@ import torch
 from torch import Tensor
 
 from swift_recovery.errors import StateError
-from swift_recovery.state import changes, stateful
-from swift_recovery.state.by_hand import ByHand
+from swift_recovery.state import stateful
 from swift_recovery.state.codec import join_path
 from swift_recovery.state.incoming import PLAIN, plain_attributes, replace_values
 from swift_recovery.state.randomness import capture_generators, restore_generators
 from swift_recovery.state.sharded import local_of
-from swift_recovery.state.tensors import copy_all, same_bits, unexpanded
+from swift_recovery.state.snapshots import changes
+from swift_recovery.state.snapshots.buffer_copy import BufferCopy, has_values_of, received
+from swift_recovery.state.snapshots.by_hand import ByHand
+from swift_recovery.state.tensors import copy_all
 from swift_recovery.state.training_state import TrainingState
-
-# Buffers up to this size are copied every time. Larger ones (masks, tables) only when their version or their memory
-# changed: a kernel may write without telling the version (BatchNorm does), but such buffers are small.
-ALWAYS_COPIED_BYTES = 1 << 20
-
 
 _IS_TRAINING, _REQUIRES_GRADIENT = itemgetter("training"), attrgetter("requires_grad")
 
 
-class _Buffer:
-    """One buffer: the tensor object the module had, and a copy of its values."""
-
-    def __init__(self, live: Tensor) -> None:
-        self.live = live
-        self.shape = live.shape
-        self.target = unexpanded(live.detach())
-        self.copy = torch.empty_like(self.target)
-        self.small = live.nbytes <= ALWAYS_COPIED_BYTES
-        self.memory = live.data_ptr()
-        self.version = -1
-
-    def is_current(self) -> bool:
-        """Whether the copy still has the values; if not, the caller copies ``target`` into it."""
-        memory = self.live.data_ptr()
-        if memory != self.memory:
-            # Somebody assigned to ``data``.
-            self.target, self.memory, self.version = unexpanded(self.live.detach()), memory, -1
-        if self.small or self.live.is_inference():
-            return False
-        version, self.version = self.version, self.live._version
-        return version == self.version
-
-    def is_lost(self) -> bool:
-        """It has other values than the copy, and nobody can say since when (a change by way of ``data``)."""
-        if self.small or self.live.is_inference() or self.live._version != self.version:
-            return False
-        target = unexpanded(self.live.detach())
-        is_alike = target.shape == self.copy.shape and target.dtype == self.copy.dtype
-        return is_alike and self.live.data_ptr() == self.memory and not same_bits(target, self.copy)
-
-    def restored(self) -> Tensor:
-        """The memory that the caller is to copy ``copy`` into; it is that of ``live`` whatever happened to it."""
-        target = unexpanded(self.live.detach())
-        if target.shape != self.copy.shape or target.dtype != self.copy.dtype:
-            self.live.data = target = torch.empty_like(self.copy)
-        return target
-
-
-_Owner = tuple[str, dict[str, Tensor | None], dict[str, _Buffer | None]]
+_Owner = tuple[str, dict[str, Tensor | None], dict[str, BufferCopy | None]]
 """The path of a module that has buffers, these, and what is kept of them."""
 
 
@@ -123,7 +81,7 @@ class Snapshot:
         for path, owner, saved in self._find_buffers():
             self._found_later.add(path)
             for key, live in owner.items():
-                saved[key] = None if live is None else _Buffer(live)
+                saved[key] = None if live is None else BufferCopy(live)
             copies = [buffer for buffer in saved.values() if buffer is not None]
             copy_all([buffer.copy for buffer in copies], [buffer.target for buffer in copies])
             self.is_current = _never
@@ -196,7 +154,7 @@ class Snapshot:
                     continue
                 buffer = saved.get(key)
                 if buffer is None or buffer.live is not live or buffer.shape != live.shape:
-                    buffer = saved[key] = _Buffer(live)
+                    buffer = saved[key] = BufferCopy(live)
                 if not buffer.is_current():
                     targets.append(buffer.copy)
                     sources.append(buffer.target)
@@ -231,7 +189,7 @@ class Snapshot:
             changes.of_buffer(join_path(path, key), owner, key, live, None if kept is None else kept.copy)
             for path, owner, saved in self._buffers
             for key, live in owner.items()
-            if live is not None and not _has_values_of(live, kept := saved.get(key))
+            if live is not None and not has_values_of(live, kept := saved.get(key))
         ]
         names = self._state.parameter_names()
         known = {id(local_of(parameter)): names[id(parameter)] for parameter in self._parameters}
@@ -349,7 +307,7 @@ class Snapshot:
             raise StateError("snapshot: another number of parameters at its source")
         for path, (owner, saved) in mine.items():
             for key, values in tree["buffers"][path].items():
-                saved[key] = None if values is None else _received(owner.get(key), values)
+                saved[key] = None if values is None else received(owner.get(key), values)
             for key in [key for key in saved if key not in tree["buffers"][path]]:
                 del saved[key]
         for path, (_, first) in self._beside.items():
@@ -417,22 +375,6 @@ def put_values(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
         else:
             values[key] = stateful.copy_tree(value)
     replace_values(group, values)
-
-
-def _received(live: Tensor | None, values: Tensor) -> _Buffer:
-    """A buffer with the given *values*: over the memory of *live* where they fit, else over memory of its own."""
-    if live is None or live.dtype != values.dtype or unexpanded(live).shape != values.shape:
-        live = torch.empty_like(values, device=live.device if live is not None else values.device)
-    buffer = _Buffer(live)
-    buffer.copy.copy_(values)
-    return buffer
-
-
-def _has_values_of(live: Tensor, kept: _Buffer | None) -> bool:
-    mine = unexpanded(live.detach())
-    if kept is None or mine.shape != kept.copy.shape or mine.dtype != kept.copy.dtype:
-        return False
-    return torch.equal(mine, kept.copy)
 
 
 def _check_same(what: str, theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> None:

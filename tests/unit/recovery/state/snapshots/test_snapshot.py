@@ -15,7 +15,8 @@ from swift_recovery.errors import StateError
 from swift_recovery.state.checksum import checksum
 from swift_recovery.state.codec import decode, encode
 from swift_recovery.state.randomness import capture_generators, restore_generators, seed_series
-from swift_recovery.state.snapshot import ALWAYS_COPIED_BYTES, Snapshot
+from swift_recovery.state.snapshots.buffer_copy import ALWAYS_COPIED_BYTES
+from swift_recovery.state.snapshots.snapshot import Snapshot
 from swift_recovery.state.training_state import TrainingState
 
 
@@ -476,7 +477,7 @@ def test_what_is_changed_before_an_update_and_after_it(cut: str, others: float) 
 
 
 def test_a_large_buffer_that_is_changed_without_being_counted_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swift_recovery.state.snapshot.ALWAYS_COPIED_BYTES", 0)
+    monkeypatch.setattr("swift_recovery.state.snapshots.snapshot.ALWAYS_COPIED_BYTES", 0)
     model = nn.Module()
     model.register_buffer("queue", torch.full((64,), float("nan")))
     model.register_buffer("other", torch.zeros(4))
