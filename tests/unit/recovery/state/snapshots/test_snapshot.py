@@ -477,7 +477,7 @@ def test_what_is_changed_before_an_update_and_after_it(cut: str, others: float) 
 
 
 def test_a_large_buffer_that_is_changed_without_being_counted_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swift_recovery.state.snapshots.snapshot.ALWAYS_COPIED_BYTES", 0)
+    monkeypatch.setattr("swift_recovery.state.snapshots.buffer_copy.ALWAYS_COPIED_BYTES", 0)
     model = nn.Module()
     model.register_buffer("queue", torch.full((64,), float("nan")))
     model.register_buffer("other", torch.zeros(4))
