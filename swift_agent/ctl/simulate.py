@@ -104,18 +104,19 @@ def simulate(
         if failures not in _KINDS and sweep.name == "mtbf":
             raise click.UsageError("--sweep mtbf and --plot go with --failures exponential, weibull or paper")
     training_s = hours * _HOUR_S
+    listed = None if failures in _KINDS else _read(failures)
     found = []
     if sweep:
         sweep = sweep.of(job)
         for value in progress(sweep.values):
             varied = sweep.applied(job, value)
-            run = _simulation(varied.mtbf_s, training_s, failures, shape, runs, seed)
+            run = _simulation(varied.mtbf_s, training_s, failures, listed, shape, runs, seed)
             for scheme in schemes(varied, snapshot_every):
                 found.append({sweep.column: value, **_described(scheme, _ended(run, scheme), hours, varied, 1)})
         if all(row["hours"] is None for row in found):
             raise click.ClickException(f"no training ends, with any of the values, within {MAX_FAILURES} failures")
     for scale in scales if not sweep else ():
-        run = _simulation(job.mtbf_s / scale, training_s, failures, shape, runs, seed)
+        run = _simulation(job.mtbf_s / scale, training_s, failures, listed, shape, runs, seed)
         try:
             found += [
                 _described(scheme, run(scheme), hours, job, scale)
@@ -137,8 +138,8 @@ def simulate(
         click.echo(lines.getvalue(), nl=False)
     else:
         _show(job, hours, failures, of, found, sweep)
-        if failures not in _KINDS:
-            _tell_end(_read(failures), found)
+        if listed is not None:
+            _tell_end(listed, found)
 
 
 def _ended(run: Simulate, scheme: Scheme) -> Times | None:
@@ -149,8 +150,10 @@ def _ended(run: Simulate, scheme: Scheme) -> Times | None:
         return None
 
 
-def _simulation(mtbf_s: float, training_s: float, failures: str, shape: float, runs: int, seed: int) -> Simulate:
-    """Each scheme meets the same failures."""
+def _simulation(
+    mtbf_s: float, training_s: float, failures: str, listed: list[float] | None, shape: float, runs: int, seed: int
+) -> Simulate:  # fmt: skip
+    """Each scheme meets the same failures; those that are *listed*, if any are."""
     if failures == "paper":
         num_failures = int(training_s // mtbf_s)
         if runs * num_failures > _MOST_POSITIONS:
@@ -163,9 +166,9 @@ def _simulation(mtbf_s: float, training_s: float, failures: str, shape: float, r
     elif failures == "weibull":
         draw_of = lambda: _weibull(mtbf_s, shape, seed)  # noqa: E731
     else:
-        times_s = _read(failures)
+        assert listed is not None
         runs = 1
-        draw_of = lambda: _listed(times_s)  # noqa: E731
+        draw_of = lambda: _listed(listed)  # noqa: E731
     return lambda scheme: total_s(scheme, training_s, runs, draw_of())
 
 

@@ -293,6 +293,20 @@ def test_checkpoints_in_a_bucket(
     assert_equal(outcome, expected())
 
 
+def test_what_an_epoch_has_begun_with_does_not_count_twice(
+    make_agents: Callable[..., Agents], undisturbed: Callable[..., str], tmp_path: Path
+) -> None:
+    """The second run goes on in the middle of an epoch at whose begin the script has made parts of the model new."""
+    orders = {"begins_again": 1, "checkpoint": 3, "patient": True}
+    first = make_agents(tmp_path, orders={**orders, "iterations": 8}).run("ab")
+    assert len(first.results) == 4 and iterations_in(tmp_path) == [3, 6], first.text()
+    for path in tmp_path.glob("result.*"):
+        path.unlink()
+    outcome = make_agents(tmp_path, orders=orders).run("ab")
+    assert "all ranks begin with the checkpoint of iteration 6" in outcome.text()
+    assert len(outcome.results) == 4 and outcome.hashes == {undisturbed(begins_again=1)}, outcome.text()
+
+
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
 def test_checkpoints_in_hdfs(
     make_agents: Callable[..., Agents], expected: Callable[..., Outcome], tmp_path: Path

@@ -6,9 +6,10 @@ dies after that, or (scope "wait") waits for the file `go.{index}`. After each i
 is there. With "checkpoint" there is one before each iteration which that divides, below `checkpoints` or in "store"; if
 "patient" the iteration waits until it counts. With "pace_s" an iteration takes that long until the test makes the file
 `free`. With "stretch_s" it takes about that long, spread over its parts at random, until there is a file `hurry`.
-"timeout_s" is that of the groups. The file `last` may hold the number of iterations after which the job ends,
-if that is sooner: a whole number of epochs, far ahead when the file is made. With "device" and "backend" it trains on a
-GPU. With "held" (`tests/support/injected.py`) training begins when there is a file `go`.
+"timeout_s" is that of the groups. With "begins_again" the head is made new at the begin of that epoch. The file `last`
+may hold the number of iterations after which the job ends, if that is sooner: a whole number of epochs, far ahead when
+the file is made. With "device" and "backend" it trains on a GPU. With "held" (`tests/support/injected.py`) training
+begins when there is a file `go`.
 
 `calls.{rank}` has a line for each call of the iteration, `times.{rank}` one for each end. Leaves `result.{rank}.json`
 (hash of the state, pid, iterations) at its end.
@@ -385,7 +386,12 @@ def build(job: swift.Job) -> None:
 
     times = open(DIR / f"times.{RANK}", "a", buffering=1)  # noqa: SIM115 - kept for the life of the process
     epoch_length = len(loader)
-    for _ in job.epochs(ITERATIONS // epoch_length):
+    for epoch in job.epochs(ITERATIONS // epoch_length):
+        if epoch == ORDERS.get("begins_again"):
+            # A head of its own for the rest of the training, and no momentum.
+            nn.init.zeros_(net.last.weight)
+            for optimizer in optimizers:
+                optimizer.state.clear()
         for x, y in job.batches(loader):
             loss = train(x, y)
             assert torch.isfinite(loss)

@@ -158,11 +158,12 @@ def _report_losses(state: AgentState, generation: GenerationRecord, slot: int, c
             "restart", slot, state.incarnation, (), evidence, state.node_id, left, is_final=is_final
         )  # fmt: skip
         return _issue(state, commands, ("restart",), WriteFailure(generation.number, failure))
-    early = _never_joined(state, generation, slot)
+    early = _left_early(state, generation, slot)
     if early:
         evidence = (
-            f"ranks {early} exited with code 0 and have not called swift_agent.init(), where other ranks wait for "
-            "them: have all ranks of the job call it, or none"
+            f"ranks {early} exited with code 0, before swift_agent.init() or without having come to the end of the "
+            "training, and other ranks wait for them: have all ranks of the job call init() and end alike, or none "
+            "call it"
         )
         failure = FailureRecord(
             "restart", slot, state.incarnation, (), evidence, state.node_id, left, is_final=True
@@ -186,15 +187,15 @@ def _report_losses(state: AgentState, generation: GenerationRecord, slot: int, c
     return state
 
 
-def _never_joined(state: AgentState, generation: GenerationRecord, slot: int) -> list[int]:
-    """Ranks whose first process is done, and has never said hello, while a worker of this node has and waits for all:
-    it would wait for ever, and come to the same if it were started again."""
+def _left_early(state: AgentState, generation: GenerationRecord, slot: int) -> list[int]:
+    """Ranks whose first process is done, and has never said hello, or of another node all that have not said that they
+    are at their end, while a worker of this node waits for all: it would wait for ever, and started again as well."""
     view, epoch = state.view, generation.epoch_of(slot)
     mine = [w for w in state.workers.values() if w.generation >= epoch]
     if view.released or not any(w.alive and w.hello and w.finished is None for w in mine):
         return []
     here = [_rank(generation, slot, w) for w in mine if w.done and not w.hello and w.generation == epoch]
-    # Elsewhere one of a replacement's kind may be asked for by its own node (see `_report_losses`).
+    # In a replacement's generation their own node asks for another start (see `_report_losses`).
     others = view.finished.items() if generation.mode != "replace" else ()
     return sorted(here) + sorted(
         rank

@@ -59,8 +59,8 @@ class Objects:
             return call(*args, **named)  # the groups are stopped, and say so
         self._in_place.give_up(
             f"{name} ({in_script.place_of(sys._getframe())}): the others are past it, so nobody sends rank {source}'s "
-            "objects, and none are kept (numbers, texts and containers are, up to 1 MiB). Have each rank work them out "
-            "by itself, or send tensors"
+            "objects, and none are kept (numbers, texts and containers are, up to 10,000 items and 1 MiB). Have each "
+            "rank work them out by itself, or send tensors"
         )
 
 

@@ -1,6 +1,8 @@
 """The state that a replacement was given, kept in the memory of the host until its script is where it has to go on.
 
-For a script that may change parameters, or the state of an optimizer, on its way there: the others did so before that.
+For a script that may change parameters, or the state of an optimizer, on its way there (between two loops, at the begin
+of an epoch): it did so before the state was taken. Where a checkpoint gave it, nothing else would find that out, since
+all ranks do the same.
 This module must never keep anything once the script is there.
 """
 

@@ -41,20 +41,19 @@ class Place:
     *target_units*: of those of *target*, which may be those of a job of another size. *drawn*: so many batches have
     been handed out since the point was kept, and no iteration has used them yet: a replacement gets them again.
     *local_result*: since the last point, the collective of a section that the others had finished: this rank has its
-    own values only.
-    *passed*: a replacement has arrived in a loop without a loader, this is where its loader is. *is_before_epoch*: it
-    is in an epoch before that of *target*, or before its loop, and what it does there has been counted. *carries*: why
-    this script's replacements cannot go on as their predecessors would have, empty if that is not known; *remakes*: but
-    can once the iteration before has been run once more (`remade`), which is due before the next one if
-    *has_to_remake*; *remaking*: the one that runs now for that; *has_to_fit*: and has to be given what it was given at
-    first; *lacks*: the checkpoint that all have begun with does not have what is carried. *began*: the generation in
-    which all began, rank 0's, the same on all ranks. *has_recovered*: this process, once. *gradients_differ*: replicas
-    begin the next iteration with gradients that are not the same, which do no harm if it clears them first. *leaves*: a
-    library has said that the call which runs leaves its update, with gradients of this rank only, and makes one of so
-    many batches; 0: none has. *changing*: numbers that loaders, samplers and streams of the script keep from pass to
-    pass, as far as this process has seen, or was told.
-    *begun*: which step has begun last ("iteration", "section" or "barrier" with the way to it), and after how many
-    iterations and sections; *begun_by_others*: of the rank that gave a replacement its state, until it comes there.
+    own values only. *passed*: a replacement has arrived in a loop without a loader, this is where its loader is.
+    *is_before_epoch*: it is in an epoch before that of *target*, or before its loop, and what it does there has been
+    counted. *carries*: why this script's replacements cannot go on as their predecessors would have, empty if that is
+    not known; *remakes*: but can once the iteration before has been run once more (`remade`), which is due before the
+    next one if *has_to_remake*; *remaking*: the one that runs now for that; *has_to_fit*: and has to be given what it
+    was given at first; *lacks*: the checkpoint that all have begun with does not have what is carried. *began*: the
+    generation in which all began, rank 0's, the same on all ranks. *has_recovered*: this process, once.
+    *gradients_differ*: replicas begin the next iteration with gradients that are not the same, which do no harm if it
+    clears them first. *leaves*: a library has said that the call which runs leaves its update, with gradients of this
+    rank only, and makes one of so many batches; 0: none has. *changing*: numbers that loaders, samplers and streams of
+    the script keep from pass to pass, as far as this process has seen, or was told. *begun*: which step has begun last
+    ("iteration", "section" or "barrier" with the way to it), and after how many iterations and sections;
+    *begun_by_others*: of the rank that gave a replacement its state, until it comes there.
     """
 
     def __init__(self, rank: int, seeds: Seeds, lock: threading.RLock) -> None:
@@ -147,7 +146,7 @@ class Place:
             put_back(self._arrived)
             self.start.by_hand.settle()
 
-    def _have_arrived(self, *, all_of_them: bool = False) -> None:
+    def _have_arrived(self, *, all_of_them: bool = False, from_checkpoint: bool = False) -> None:
         """Parameters have their values from another rank: nothing that the script has done."""
         assert self.tracked is not None
         self.start.by_hand.settle()
@@ -156,8 +155,9 @@ class Place:
             all_of_them = all_of_them or len(self._arrived) == len(state.parameters())
             kept = map(local_of, state.parameters()) if all_of_them else state.loose_parameters()
             self._arrived = copies_of(list(kept))
-        if self.is_before_epoch and self.target is not None and (self.target.loop or 0) > 1:
-            self._given = GivenState(self.tracked.state)  # between loops it may begin parts of a model again
+        is_between = self.is_before_epoch and self.target is not None and (self.target.loop or 0) > 1
+        if from_checkpoint or is_between or self._given is not None:
+            self._given = GivenState(self.tracked.state)  # it may begin parts of a model again, as the others have
 
     def carry_gradients(self) -> None:
         """An iteration has left gradients without an update: what is kept does not have them."""
@@ -180,6 +180,8 @@ class Place:
             self._arrived = []
             self.start.install(self._catch_up, rng=self._keeps_generators)
             self._catch_up = self.begun_by_others = None
+        if self._given is not None and self.here.iteration > self.dry_iterations:
+            self._given = None  # it goes through its data by itself, and comes to no point
         if self._keeps_generators or not self.start.is_current():
             self.start.take(rng=self._keeps_generators)
         self._moved = True
@@ -200,8 +202,7 @@ class Place:
         self.here.sections = max(self.here.sections, self.target.sections)
         self.here.peeks = self.target.peeks
         self.is_before_epoch = False
-        self.passed = self.target if in_no_loader and self.target.batch else None
-        self.target = None
+        self.passed, self.target = self.target if in_no_loader and self.target.batch else None, None
         if self._given is not None:
             self._given.put_back()
             self.start.by_hand.settle()
@@ -290,7 +291,7 @@ class Place:
                 self.start.install(start, rng=rng)
             self._point_at, self._point_units = astuple(target), Units(**offer["units"])
             self.status = "holding"
-        self._have_arrived(all_of_them=iteration > target.iteration)
+        self._have_arrived(all_of_them=iteration > target.iteration, from_checkpoint=from_checkpoint)
 
     def begin_with(self, offer: Mapping[str, Any], iteration: int, *, repeats: bool) -> None:
         """The checkpoint of the state before *iteration* has been loaded. *repeats*: what comes after it has yet to be

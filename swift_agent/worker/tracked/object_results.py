@@ -17,6 +17,8 @@ from swift_recovery.state.codec import decode, encode
 
 MAX_BYTES = 1 << 20
 """Of all that is kept."""
+MAX_ITEMS = 10_000
+"""Of one call: more would take longer to keep than to send."""
 _NUM_ITERATIONS = 3
 """One may be cut, and its predecessor is run once more for what it has left."""
 _ALL = -1
@@ -88,11 +90,29 @@ class ObjectResults:
 
 
 def _text(objects: Any) -> bytes | None:
+    if not _is_light(objects):
+        return None
     try:
         text, tensors = encode(objects)
     except StateError:
         return None
     return None if tensors else text
+
+
+def _is_light(objects: Any) -> bool:
+    """No more than is kept: found out without a look at all of it."""
+    left, num_items, num_bytes = [objects], 0, 0
+    while left and num_items <= MAX_ITEMS and num_bytes <= MAX_BYTES:
+        one = left.pop()
+        if isinstance(one, dict):
+            num_items += 2 * len(one)
+            left += [*one.keys(), *one.values()] if num_items <= MAX_ITEMS else []
+        elif isinstance(one, (list, tuple, set)):
+            num_items += len(one)
+            left += one if num_items <= MAX_ITEMS else []
+        elif isinstance(one, (str, bytes)):
+            num_bytes += len(one)
+    return num_items <= MAX_ITEMS and num_bytes <= MAX_BYTES
 
 
 def _size(results: list[_Result]) -> int:

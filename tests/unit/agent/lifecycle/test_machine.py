@@ -818,8 +818,8 @@ def test_a_rank_that_ends_before_it_has_joined_ends_the_job_and_is_named() -> No
     told = only(began((0,), (1,)).exit(1, 0), cmd.WriteFailure).failure
     assert told.kind == "restart" and told.is_final
     assert told.evidence == (
-        "ranks [1] exited with code 0 and have not called swift_agent.init(), where other ranks wait for them: have "
-        "all ranks of the job call it, or none"
+        "ranks [1] exited with code 0, before swift_agent.init() or without having come to the end of the training, "
+        "and other ranks wait for them: have all ranks of the job call init() and end alike, or none call it"
     )
 
 
@@ -827,7 +827,8 @@ def test_a_rank_of_another_node_that_has_never_joined_is_named_by_those_that_wai
     agent = training()
     none_of(agent.change(finished={1: FinishedRecord(1, "n1.1", {})}), cmd.WriteFailure)
     told = only(agent.change(exited={1: ExitedRecord(1, "n1.1")}), cmd.WriteFailure).failure
-    assert told.is_final and told.slot == 0 and told.evidence.startswith("ranks [2, 3] exited with code 0 and have not")
+    assert told.is_final and told.slot == 0
+    assert told.evidence.startswith("ranks [2, 3] exited with code 0, before swift_agent.init() or without having come")
     # They have said that they have come to the end.
     agent = training()
     done = FinishedRecord(1, "n1.1", {2: {}, 3: {}})

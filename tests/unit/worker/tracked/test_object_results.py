@@ -87,5 +87,19 @@ def test_old_ones_and_too_many_are_dropped(monkeypatch: pytest.MonkeyPatch) -> N
     assert given(results, "section", 0) == [None] and given(results, "section", 5) == [["x" * 40]]
     ran(results, "section", 6, ["x" * 400])
     assert given(results, "section", 6) == [None]
+    assert given(results, "section", 5) == [["x" * 40]], "what is too large takes no place of others"
     results.keep_for_all(["outside of both"])
-    assert results.offer() == [2, []]
+    assert [(what, number) for what, number, _ in results.offer()[1]] == [("section", number) for number in (4, 5, 6)]
+
+
+def test_what_would_take_long_to_keep_is_not_looked_at_as_a_whole() -> None:
+    most = object_results.MAX_ITEMS
+    results = ObjectResults(2)
+    for number, one in enumerate((
+        list(range(most)), {"texts": ["x" * 1000] * 2000}, {str(item): item for item in range(most)},
+        [[0] * (most // 2)] * 3, "x" * object_results.MAX_BYTES * 2,
+    )):  # fmt: skip
+        ran(results, "section", number, [one])
+        assert given(results, "section", number) == [None]
+    ran(results, "section", 9, [list(range(most - 2))])
+    assert given(results, "section", 9) == [[list(range(most - 2))]]

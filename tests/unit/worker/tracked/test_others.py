@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import socket
 from collections import OrderedDict
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -14,15 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from swift_agent.wire.channel import WorkerChannel
-from swift_agent.worker.groups.process_groups import ProcessGroups
-from swift_agent.worker.line.agent_line import Supervisor
-from swift_agent.worker.loop.protected import Protected
 from swift_agent.worker.replicas.fingerprints import Fingerprints
 from swift_agent.worker.tracked import others
-from swift_agent.worker.tracked.loop_state import Place
-from swift_agent.worker.tracked.seeds import Seeds
-from swift_agent.worker.tracked.tracked import Tracked
+from tests.support.alone_worker import AloneWorker
 
 
 class Average:
@@ -56,31 +48,16 @@ class Numbers:
         self.values = list(state["values"])
 
 
-class Worker:
-    """One rank of two, under an agent that is not there."""
-
+class Worker(AloneWorker):
     def __init__(self, rank: int) -> None:
         torch.manual_seed(0)
-        self.model = nn.Linear(3, 2)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self.ema, self.losses, self.schedule, self.rank = Average(self.model), Numbers(), Numbers(), rank
-        ours, self.agent = socket.socketpair()
-        self.supervisor = Supervisor(WorkerChannel(ours), 0)
+        model = nn.Linear(3, 2)
+        self.ema, self.losses, self.schedule, self.rank = Average(model), Numbers(), Numbers(), rank
+        kept = {"ema": self.ema, "losses": self.losses, "schedule": self.schedule}
+        super().__init__(model, torch.optim.SGD(model.parameters(), lr=0.1), kept, rank)
         self.notes: list[str] = []
         cast(Any, self.supervisor).note = self.notes.append
-        self.place = Place(rank, Seeds("iteration", 0, 0), self.supervisor.fence)
-        kept = {"ema": self.ema, "losses": self.losses, "schedule": self.schedule}
-        pending = {"models": {"m": self.model}, "optimizers": {"o": self.optimizer}, "others": kept}
-        self.tracked = Tracked(pending, [0, 1], 2, self.supervisor)
         self.tracked.apart = frozenset({"losses"})
-        self.place.hold(self.tracked)
-        self.place.status = "holding"
-        groups = ProcessGroups.__new__(ProcessGroups)
-        self.protected = Protected(self.place, self.supervisor, groups, torch.device("cpu"), None)
-        self.loop = self.protected.assemble(self.tracked)
-        self.protected.dry_runs._groups = cast(Any, SimpleNamespace(
-            aborted=None, local=contextlib.nullcontext, dry_run=contextlib.nullcontext
-        ))  # fmt: skip
 
     def begin(self) -> None:
         self.place.keep_point()

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import socket
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from swift_agent.wire.channel import WorkerChannel
-from swift_agent.worker.groups.process_groups import ProcessGroups
-from swift_agent.worker.line.agent_line import Supervisor
-from swift_agent.worker.loop.protected import Protected
-from swift_agent.worker.tracked.loop_state import Place
-from swift_agent.worker.tracked.seeds import Seeds
-from swift_agent.worker.tracked.tracked import Tracked
 from swift_agent.worker.updates.dry_steps import DrySteps
 from swift_recovery.undo.rules import RULES
+from tests.support.alone_worker import AloneWorker
 from tests.support.odd_optimizers import Counted, Decayed, Estimating, Listed, Momentum
 
 KINDS: dict[str, Callable[[Any], Optimizer]] = {
@@ -30,28 +21,13 @@ KINDS: dict[str, Callable[[Any], Optimizer]] = {
 }  # fmt: skip
 
 
-class Worker:
-    """One rank of two, under an agent that is not there."""
-
+class Worker(AloneWorker):
     def __init__(self, kind: str, rank: int = 0) -> None:
         torch.manual_seed(0)
         torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)  # its step is wrapped, too
-        self.model = nn.Linear(3, 2)
-        self.optimizer = KINDS[kind](self.model.parameters())
-        ours, self.agent = socket.socketpair()
-        self.supervisor = Supervisor(WorkerChannel(ours), 0)
-        self.place = Place(rank, Seeds("iteration", 0, 0), self.supervisor.fence)
-        pending = {"models": {"m": self.model}, "optimizers": {"o": self.optimizer}, "others": {}}
-        self.tracked = Tracked(pending, [0, 1], 2, self.supervisor)
-        self.place.hold(self.tracked)
-        self.place.status = "holding"
-        groups = ProcessGroups.__new__(ProcessGroups)
-        self.protected = Protected(self.place, self.supervisor, groups, torch.device("cpu"), None)
-        self.loop = self.protected.assemble(self.tracked)
-        self.loop.recovery.wait_quiet = lambda: None  # type: ignore[method-assign]
-        self.protected.dry_runs._groups = cast(Any, SimpleNamespace(
-            aborted=None, local=contextlib.nullcontext, dry_run=contextlib.nullcontext
-        ))  # fmt: skip
+        model = nn.Linear(3, 2)
+        super().__init__(model, KINDS[kind](model.parameters()), rank=rank)
+        self.loop.recovery.wait_quiet = lambda: None
 
     def backward(self, value: float) -> None:
         self.optimizer.zero_grad()

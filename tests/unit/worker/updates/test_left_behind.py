@@ -2,51 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import socket
 from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from swift_agent.errors import PeerFailure, UsageError
-from swift_agent.wire.channel import WorkerChannel
-from swift_agent.worker.groups.process_groups import ProcessGroups
 from swift_agent.worker.job.job import Job
-from swift_agent.worker.line.agent_line import Supervisor
-from swift_agent.worker.loop.protected import Protected
-from swift_agent.worker.tracked.loop_state import Place
 from swift_agent.worker.tracked.others import Owed
 from swift_agent.worker.tracked.position import Position
-from swift_agent.worker.tracked.seeds import Seeds
 from swift_agent.worker.tracked.tracked import Tracked
 from swift_agent.worker.updates.left_behind import Touched, digest
+from tests.support.alone_worker import AloneWorker
 
 
-class Worker:
-    """One rank of two, under an agent that is not there."""
-
+class Worker(AloneWorker):
     def __init__(self, rank: int = 0) -> None:
         torch.manual_seed(0)
-        self.model = nn.Linear(3, 2)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        ours, self.agent = socket.socketpair()
-        self.supervisor = Supervisor(WorkerChannel(ours), 0)
-        self.place = Place(rank, Seeds("iteration", 0, 0), self.supervisor.fence)
-        pending = {"models": {"m": self.model}, "optimizers": {"o": self.optimizer}, "others": {}}
-        self.tracked = Tracked(pending, [0, 1], 2, self.supervisor)
-        self.place.hold(self.tracked)
-        self.place.status = "holding"
-        groups = ProcessGroups.__new__(ProcessGroups)
-        self.protected = Protected(self.place, self.supervisor, groups, torch.device("cpu"), None)
-        self.loop = self.protected.assemble(self.tracked)
-        self.protected.dry_runs._groups = cast(Any, SimpleNamespace(
-            aborted=None, local=contextlib.nullcontext, dry_run=contextlib.nullcontext
-        ))  # fmt: skip
+        model = nn.Linear(3, 2)
+        super().__init__(model, torch.optim.SGD(model.parameters(), lr=0.1), rank=rank)
 
     def accumulate(self, value: float = 1.0) -> None:
         self.model(torch.full((4, 3), value)).sum().backward()
